@@ -19,6 +19,7 @@ from crossdevice.values.distributed import (
     destinations_on,
 )
 from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.quantities import kind_text
 from crossdevice.values.reduce_op import ReduceOp
 
 DEFAULT_ALGORITHM = "direct"
@@ -353,9 +354,7 @@ def _per_replica(values: Any) -> DistributedValues:
     if isinstance(values, DistributedValues):
         return values
     if not isinstance(values, (list, tuple)):
-        raise ConversionError(
-            f"values is a {type(values).__name__}; expected a list with one value per replica"
-        )
+        raise ConversionError(f"values is {kind_text(values)}; expected a list with one value per replica")
     return PerReplica(values)
 
 

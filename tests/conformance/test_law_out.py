@@ -139,13 +139,13 @@ def unfitting(make):
         ((good, longer), r"out\[1\] \(cpu:1\) has shape \(3,\); expected \(2,\)"),
         ((make(np.zeros((2, 1), np.float32)), good), r"out\[0\].*\(2, 1\)"),
         ((good, make(np.zeros(2))), r"out\[1\].*float64; expected float32"),
-        ((good,), "1 components; expected 2"),
+        ((good,), "1 component; expected 2"),
         ((good, make(np.zeros(2, np.float32)), longer), "3 components; expected 2"),
         ((good, good), "overlap"),
         ((longer[:2], longer[1:]), "overlap"),
         ((good, make(np.zeros(4, np.float32))[::2]), r"out\[1\].*not contiguous"),
         ((good, [0.0, 0.0]), r"out\[1\].*list; expected an array"),
-        (good, "1 components; expected 2"),
+        (good, "1 component; expected 2"),
     ]
 
 

@@ -198,7 +198,7 @@ def test_wrong_arguments_are_refused_before_anything_is_done():
     for call in (cd.reduce_scatter, cd.all_to_all):
         for sizes, message in (
             ([1, 2], r"sizes \[1, 2\] add up to 3.*; the axis has length 4"),
-            ([4], "sizes has 1 lengths; expected 2, one for each replica"),
+            ([4], "sizes has 1 length; expected 2, one for each replica"),
             ([5, -1], "sizes must be lengths, 0 or more"),
             ([2.0, 2.0], "sizes must be lengths, 0 or more"),
         ):

@@ -185,7 +185,7 @@ def differences_are_named_on_every_rank(group, form_another):
         lambda: ops.all_to_all(array, sizes=[4]),
     ):
         message = refusal(group, cd.errors.MismatchError, call)
-        assert f"sizes has 1 lengths; expected {group.size}, one for each replica" in message
+        assert f"sizes has 1 length; expected {group.size}, one for each replica" in message
     few = refusal(group, cd.errors.MismatchError, lambda: ops.reduce_scatter(cd.trimmed_mean(9), array))
     assert f"there are {group.size} replicas; expected at least 19" in few
     assert ops.reduce_scatter("sum", np.ones(group.size)).tolist() == [group.size]

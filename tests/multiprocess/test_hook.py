@@ -66,7 +66,7 @@ def test_gradients_are_means_over_the_models_own_process_group(tmp_path, tmp_pat
         refused = f"a model on ranks [0, 1, 2, 3], and this ReproducibleMean is for ranks {own}"
         assert refused in facts["one state for two groups"]
         assert refused in facts["another group given"]
-        assert "has 1 processes: give none" in facts["a group of another size given"]
+        assert "has 1 process: give none" in facts["a group of another size given"]
 
 
 @pytest.mark.more("one more launch")

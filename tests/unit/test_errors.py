@@ -176,7 +176,7 @@ for name, value, parts in [
     ("an empty PerReplica", cd.PerReplica([]), ("PerReplica without components", "one per replica")),
     ("None", None, ("is None", "expected an array")),
     ("a component None", cd.PerReplica([f32(1), None, f32(2)]), ("replica 1 ", "is None")),
-    ("an object", object(), ("replica 0 holds a object", "expected a number or an array of numpy, torch")),
+    ("an object", object(), ("replica 0 holds an object", "expected a number or an array of numpy, torch")),
     ("a table of another library", SERIES(), ("holds a Series of pandas", "numpy.asarray makes one of it")),
     ("a dataclass", dataclasses.make_dataclass("Step", ["w"])(f32(1)), ("holds a Step", "vars makes a tree")),
     ("a mapping", MappingProxyType({"w": f32(1)}), ("holds a mappingproxy", "dict makes a tree of it")),
@@ -221,7 +221,7 @@ for axis in (1, -2):
         ConversionError,
         ValueError,
         lambda ops, axis=axis: ops.gather(PAIR, "cpu:0", axis),
-        f"axis {axis} is out of range for 1 dimensions",
+        f"axis {axis} is out of range for 1 dimension",
     )
 refuses(
     "a PerReplica as an array", ConversionError, ValueError, lambda _: np.asarray(PAIR), ".values"
@@ -231,7 +231,7 @@ refuses(
     ConversionError,
     ValueError,
     lambda _: cd.all_reduce(PAIR.values[0]),
-    "values is a ndarray",
+    "values is an ndarray",
     "one value per replica",
 )
 refuses(
@@ -254,7 +254,7 @@ refuses(
     ConversionError,
     ValueError,
     lambda _: cd.to_dense(PAIR.values[0]),
-    "to_dense takes IndexedSlices, got a ndarray",
+    "to_dense takes IndexedSlices, got an ndarray",
 )
 WITHOUT_AXES = cd.IndexedSlices(kept(np.float32(1)), kept(np.array(0)), (4,))
 refuses(
@@ -631,7 +631,7 @@ for name, out in {"too few": [], "too many": [None, None], "a number": 3}.items(
         ValueError,
         lambda ops, out=out: ops.batch_reduce("sum", [(PAIR, PAIR)], out=out),
         "out",
-        "one for each of the 1 pairs",
+        "one for each of 1 pair",
     )
 refuses(
     "a structure reduced to an out of another structure",
@@ -769,7 +769,7 @@ def test_an_array_of_another_library_is_the_only_error_in_the_traceback():
     assert error.value.__context__ is None
 
 
-@pytest.mark.parametrize(("returned", "message"), [(None, "it is None"), ([1, 2], "output 0 is a int")])
+@pytest.mark.parametrize(("returned", "message"), [(None, "it is None"), ([1, 2], "output 0 is an int")])
 def test_what_is_not_a_list_of_buffers_is_a_wrong_plan(returned, message):
     class Own(cd.CrossDeviceOps):
         def plan_sum(self, build, destinations):

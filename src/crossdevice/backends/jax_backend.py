@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import Backend, ThreadState, address_range, dtype_named, native
 from crossdevice.errors import ConversionError, DeviceError, DtypeError
 from crossdevice.values.device import Device
+from crossdevice.values.quantities import kind_text
 
 
 class JaxBackend(Backend):
@@ -63,7 +64,7 @@ class JaxBackend(Backend):
                 "shard_map or pmap use jax.lax.psum(value, axis_name), or call crossdevice outside of it"
             )
         if not isinstance(array, jax.Array):
-            raise ConversionError(f"{where} is a {type(array).__name__}; expected a dense array of JAX")
+            raise ConversionError(f"{where} is {kind_text(array)}; expected a dense array of JAX")
         if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
             raise ConversionError(
                 f"{where} is an array of random keys; expected numbers (jax.random.key_data(keys))"

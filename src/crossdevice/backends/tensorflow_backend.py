@@ -16,6 +16,7 @@ from crossdevice.backends.protocol import Backend, ThreadState, address_range, d
 from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import IndexedSlices
+from crossdevice.values.quantities import kind_text
 
 _NAMESPACE = types.SimpleNamespace(
     add=tf.add,
@@ -62,13 +63,13 @@ class TensorflowBackend(Backend):
         if isinstance(array, (tf.RaggedTensor, tf.SparseTensor)):
             dense = ".to_tensor()" if isinstance(array, tf.RaggedTensor) else "tf.sparse.to_dense"
             raise ConversionError(
-                f"{where} is a {type(array).__name__}; expected a dense tensor ({dense}) or tf.IndexedSlices"
+                f"{where} is {kind_text(array)}; expected a dense tensor ({dense}) or tf.IndexedSlices"
             )
         if type(array).__module__.startswith("keras."):
-            raise ConversionError(f"{where} is a {type(array).__name__} of Keras; expected its .value")
+            raise ConversionError(f"{where} is {kind_text(array)} of Keras; expected its .value")
         if not _is_eager(array):
             raise ConversionError(
-                f"{where} is a {type(array).__name__} without elements, as inside a tf.function; there, give "
+                f"{where} is {kind_text(array)} without elements, as inside a tf.function; there, give "
                 "crossdevice.integrations.tensorflow.as_tensorflow(ops) to tf.distribute.MirroredStrategy"
             )
 

@@ -26,7 +26,7 @@ from crossdevice.kernels.host.running_sum import RunningSum
 from crossdevice.values.disagreement import disagreement
 from crossdevice.values.dtypes import FLOATS, SHORT_FLOATS
 from crossdevice.values.options import Precision
-from crossdevice.values.quantities import counted
+from crossdevice.values.quantities import counted, kind_text
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights, factors_of, weights_for
@@ -212,7 +212,7 @@ def _path_of(path: Any, name: str) -> Path:
     try:
         return Path(os.fsdecode(path))
     except TypeError:
-        raise OptionError(f"{name} is {path!r}, a {type(path).__name__}; expected a path") from None
+        raise OptionError(f"{name} is {path!r}, {kind_text(path)}; expected a path") from None
 
 
 def _check_options(precision: str, dtype: str | None, integers: str, keys: str) -> None:

@@ -26,6 +26,7 @@ from crossdevice.kernels.host.running_sum import sum_family
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES, PARTS
 from crossdevice.values.nesting import flatten
+from crossdevice.values.quantities import counted, with_article
 
 FORMAT = "crossdevice accumulator 1"
 WIDENED_FORMAT = "crossdevice accumulator 2"
@@ -141,7 +142,7 @@ def _total(row: Mapping[str, Any], number: int, arrays: NumpyFile, header: Mappi
     for name, read in (("fractions", _fraction), ("specials", _special)):
         numbers = {int(element): read(value) for element, value in row[name].items()}
         if not all(0 <= element < size for element in numbers):
-            raise ValueError(f"leaf {path!r} has {name} outside of its {size} elements")
+            raise ValueError(f"leaf {path!r} has {name} outside of its {counted(size, 'element')}")
         getattr(total.running, name).update(numbers)
     return total
 
@@ -175,7 +176,9 @@ def described(node: Any) -> Any:
         return node
     name = type(node).__name__
     if CONTAINERS.get(name) is not type(node):
-        raise ConversionError(f"a tree with a {name} cannot be saved; expected {', '.join(CONTAINERS)}")
+        raise ConversionError(
+            f"a tree with {with_article(name)} cannot be saved; expected {', '.join(CONTAINERS)}"
+        )
     if not isinstance(node, dict):
         return {name: [described(child) for child in node]}
     for key in node:

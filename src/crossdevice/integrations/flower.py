@@ -25,6 +25,7 @@ from crossdevice.functions import reduce
 from crossdevice.values.device import host_device
 from crossdevice.values.dtypes import NARROW_FLOATS
 from crossdevice.values.options import CommunicationOptions, Precision
+from crossdevice.values.quantities import kind_text
 from crossdevice.values.reduce_op import ReduceOp, trimmed_mean
 
 NUMPY_BYTES = "numpy.ndarray"
@@ -115,7 +116,7 @@ def record_of(arrays: Mapping[str, Any]) -> ArrayRecord:
     for name, array in arrays.items():
         backend = backend_of_type(type(array))
         if backend is None:
-            raise ConversionError(f"{name!r} is a {type(array).__name__}; expected an array")
+            raise ConversionError(f"{name!r} is {kind_text(array)}; expected an array")
         flat, shape = backend.to_host(array), backend.shape_of(array)
         made[name] = Array(flat.dtype.name, shape, NUMPY_BYTES, _npy_bytes(flat, shape))
     return ArrayRecord(made)

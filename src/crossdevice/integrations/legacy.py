@@ -26,6 +26,7 @@ from crossdevice.values.distributed import (
 from crossdevice.values.nesting import first_leaf
 from crossdevice.values.options import CollectiveHints as CollectiveHints
 from crossdevice.values.options import whole_number
+from crossdevice.values.quantities import kind_text
 from crossdevice.values.reduce_op import ReduceOp, VariableAggregation
 
 MAX_GPUS = 4096
@@ -48,9 +49,7 @@ class PerDevice(PerReplica):
 
     def __init__(self, index: Mapping[Device | str, Any]) -> None:
         if not isinstance(index, Mapping):
-            raise ConversionError(
-                f"a PerDevice is a dict from devices to values, got a {type(index).__name__}"
-            )
+            raise ConversionError(f"a PerDevice is a dict from devices to values, got {kind_text(index)}")
         super().__init__(index.values(), list(index))
 
 

@@ -11,6 +11,7 @@ from crossdevice.plans import steps
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.steps import Buffer, Step, sources_of, targets_of
 from crossdevice.values.device import Device
+from crossdevice.values.quantities import kind_text
 
 MAX_OWNERS = 64
 """Maximum number of devices that sum a shard. Further replicas are models in host memory: with a
@@ -119,7 +120,7 @@ class PlanBuilder:
         results: dict[int, Buffer] = {}
         for position, buffer in enumerate(outputs):
             if not isinstance(buffer, Buffer):
-                raise PlanError(f"output {position} is a {type(buffer).__name__}; expected a buffer")
+                raise PlanError(f"output {position} is {kind_text(buffer)}; expected a buffer")
             result = self._finish_if_complete(buffer)
             if not result.is_finished:
                 lost = [
@@ -152,7 +153,7 @@ class PlanBuilder:
         self, device: Device, start: int, stop: int, replicas: int, is_finished: bool = False
     ) -> Buffer:
         if not isinstance(device, Device):
-            raise PlanError(f"{device!r} is a {type(device).__name__}; expected a Device")
+            raise PlanError(f"{device!r} is {kind_text(device)}; expected a Device")
         buffer = Buffer(self._num_buffers, device, start, stop, replicas, is_finished)
         self._num_buffers += 1
         return buffer

@@ -16,6 +16,7 @@ from crossdevice.plans.builder import PlanBuilder
 from crossdevice.plans.plan import Plan
 from crossdevice.plans.steps import Buffer, Step, sources_of, targets_of
 from crossdevice.values.device import Device
+from crossdevice.values.quantities import counted
 
 
 class Holding(NamedTuple):
@@ -27,7 +28,7 @@ class Holding(NamedTuple):
     is_finished: bool
 
     def __str__(self) -> str:
-        kind = "the result" if self.is_finished else f"{self.replicas.bit_count()} replicas"
+        kind = "the result" if self.is_finished else counted(self.replicas.bit_count(), "replica")
         return f"elements {self.start}:{self.stop} of {kind}"
 
 

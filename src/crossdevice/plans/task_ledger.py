@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from crossdevice.errors import PlanError
 from crossdevice.plans.tasks import Buffer, Ref, Task, TaskPlan
+from crossdevice.values.quantities import counted
 from crossdevice.values.recipe import COPYING, Recipe
 
 Place: TypeAlias = tuple[int, int, int]
@@ -223,4 +224,6 @@ def _names(contributions: Sequence[Contribution]) -> str:
         f"rank {rank} leaf {leaf} replica {replica} from element {shift} on"
         for rank, leaf, replica, shift in contributions[:4]
     )
-    return f"{len(contributions)} contributions ({first}{', ...' if len(contributions) > 4 else ''})"
+    return (
+        f"{counted(len(contributions), 'contribution')} ({first}{', ...' if len(contributions) > 4 else ''})"
+    )

@@ -304,7 +304,9 @@ def described(comparison: Comparison, first: str, second: str) -> list[str]:
         few = ", ".join(map(_leaf, parting.leaves[:5]))
         more = f" and {len(parting.leaves) - 5} more" if len(parting.leaves) > 5 else ""
         verb = "differs" if len(parting.leaves) == parting.num_leaves == 1 else "differ"
-        lines.append(f"{len(parting.leaves)} of {_leaves(parting.num_leaves)} {verb}: {few}{more}")
+        lines.append(
+            f"{len(parting.leaves)} of {counted(parting.num_leaves, 'leaf', 'leaves')} {verb}: {few}{more}"
+        )
     lines.append(
         {
             "inputs": "its inputs already differ: look at what made them (data, forward or backward pass)",
@@ -319,7 +321,7 @@ def described(comparison: Comparison, first: str, second: str) -> list[str]:
     if parting.after is None:
         return [*lines, "no event comes before it"]
     name, occurrence = parting.after
-    before = f"{count} events before it are" if count > 1 else "1 event before it is"
+    before = f"{counted(count, 'event')} before it {'is' if count == 1 else 'are'}"
     return [*lines, f"{before} the same; the last is the {_nth(occurrence)} {name!r}"]
 
 
@@ -339,17 +341,13 @@ def notes(comparison: Comparison, runs: Sequence[tuple[str, Run]]) -> list[str]:
             if file.is_cut
         ]
         if names:
-            number = "1 name" if len(names) == 1 else f"{len(names)} names"
+            number = counted(len(names), "name")
             said.append(f"only {path} has marks of {number}, which were left out: {names[0]!r}, ...")
     return [f"note: {each}" for each in said]
 
 
 def _all_events(number: int) -> str:
     return "the one event of both" if number == 1 else f"all {number} events"
-
-
-def _leaves(number: int) -> str:
-    return "1 leaf" if number == 1 else f"{number} leaves"
 
 
 def _places(run: Run) -> str:

@@ -24,6 +24,7 @@ from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.strategies.variables.distributed_variable import DistributedVariable
 from crossdevice.values.device import host_device
 from crossdevice.values.options import CommunicationOptions, as_options, either
+from crossdevice.values.quantities import kind_text
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import RUNNING_CODE, RunningCode, running_as
 
@@ -104,7 +105,7 @@ class DefaultStrategy(Strategy):
     ) -> Any:
         """Calls the function."""
         if not isinstance(args, (list, tuple)):
-            raise ConversionError(f"args must be a list or tuple, got a {type(args).__name__}")
+            raise ConversionError(f"args must be a list or tuple, got {kind_text(args)}")
         check_same(self, "run")
         with running_as(RunningCode()):  # as without a strategy, in a merge function too
             return fn(*args, **(kwargs or {}))
@@ -203,7 +204,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ConversionError(
-            f"experimental_set_strategy takes a strategy or None, got a {type(strategy).__name__}"
+            f"experimental_set_strategy takes a strategy or None, got {kind_text(strategy)}"
         )
     code = RUNNING_CODE.get()
     # What an earlier call has set may be replaced, what a `with` block has entered may not.

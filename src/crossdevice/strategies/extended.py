@@ -37,6 +37,7 @@ from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues, Mirrored
 from crossdevice.values.nesting import NUMBERS
 from crossdevice.values.options import CommunicationOptions, either
+from crossdevice.values.quantities import kind_text
 from crossdevice.values.reduce_op import ReduceOp, VariableSynchronization
 
 if TYPE_CHECKING:
@@ -295,7 +296,7 @@ class StrategyExtended:
     ) -> Any:
         if not isinstance(var, DistributedVariable):
             raise ConversionError(
-                f"update takes a variable of this strategy, got a {type(var).__name__}; "
+                f"update takes a variable of this strategy, got {kind_text(var)}; "
                 "make one with strategy.create_variable"
             )
         enter = backend_of_variable(var.values[0].operand()).thread_state(var.devices)
@@ -336,8 +337,8 @@ class StrategyExtended:
         check_cross_replica_of(self._strategy, "update_non_slot")
         if isinstance(colocate_with, str) or not isinstance(colocate_with, Sequence) or not colocate_with:
             raise ConversionError(
-                "update_non_slot takes the devices that non_slot_devices returned; got a "
-                f"{type(colocate_with).__name__}"
+                "update_non_slot takes the devices that non_slot_devices returned; got "
+                f"{kind_text(colocate_with)}"
             )
         devices = tuple(map(Device.parse, colocate_with))
         arguments = checked_arguments("update_non_slot", args, kwargs)
@@ -368,7 +369,7 @@ class StrategyExtended:
             Its value.
         """
         if not hasattr(v, "read_value"):
-            raise ConversionError(f"read_var takes a variable, got a {type(v).__name__}")
+            raise ConversionError(f"read_var takes a variable, got {kind_text(v)}")
         return v.read_value()
 
     def variable_created_in_scope(self, v: Any) -> bool:
@@ -398,8 +399,8 @@ class StrategyExtended:
         """
         if not self.variable_created_in_scope(colocate_with_variable):
             raise ConversionError(
-                f"colocate_vars_with takes a variable of this strategy, got a "
-                f"{type(colocate_with_variable).__name__}; make one with strategy.create_variable"
+                "colocate_vars_with takes a variable of this strategy, got "
+                f"{kind_text(colocate_with_variable)}; make one with strategy.create_variable"
             )
         yield
 
@@ -482,14 +483,14 @@ class StrategyExtended:
             return value
         if isinstance(value, Mirrored):
             raise ReduceOpError(
-                f"{op.name} of a {type(value).__name__}: it is the same value on every replica, not one "
+                f"{op.name} of {kind_text(value)}: it is the same value on every replica, not one "
                 "contribution of each; use MEAN, or hand over a PerReplica"
             )
         if op is ReduceOp.SUM and _is_zero(value):
             return value.copy() if isinstance(value, np.ndarray) else value
         if self._num_replicas > 1:
             raise ReduceOpError(
-                f"{op.name} of a {type(value).__name__} that is not distributed: it is unclear whether each "
+                f"{op.name} of {kind_text(value)} that is not distributed: it is unclear whether each "
                 f"of the {self._num_replicas} replicas contributes it; hand over a PerReplica"
             )
         return self._cross_device_ops.broadcast(value, destinations)

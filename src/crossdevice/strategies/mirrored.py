@@ -27,7 +27,7 @@ from crossdevice.strategies.running.rendezvous import Deadline, Rendezvous, Repl
 from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.options import CommunicationOptions, as_options
-from crossdevice.values.quantities import counted
+from crossdevice.values.quantities import counted, kind_text
 from crossdevice.values.reduce_op import ReduceOp
 
 logger = logging.getLogger("crossdevice")
@@ -126,7 +126,7 @@ class MirroredStrategy(Strategy):
         (2.0, 10.0)
         """
         if not isinstance(args, (list, tuple)):
-            raise ConversionError(f"args must be a list or tuple, got a {type(args).__name__}")
+            raise ConversionError(f"args must be a list or tuple, got {kind_text(args)}")
         arguments = checked_arguments("run", args, kwargs)
         refuse_tracing("run")
         deadline = Deadline.after(as_options(options).timeout_seconds)

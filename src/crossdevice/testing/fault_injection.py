@@ -33,6 +33,7 @@ from crossdevice.values.delegation import operand_of
 from crossdevice.values.device import device_of, host_device
 from crossdevice.values.distributed import DistributedValues, IndexedSlices, PerReplica
 from crossdevice.values.options import whole_number
+from crossdevice.values.quantities import kind_text, there_are
 
 
 @dataclasses.dataclass
@@ -190,7 +191,7 @@ def faults(
         _check_absent("replica", replica, "a group has ranks")
         is_meant = target.rank == _checked("rank", rank, target.size)
         return in_group(target, fault) if is_meant else contextlib.nullcontext(Injected())
-    raise OptionError(f"faults happen in a strategy, an algorithm or a group; got a {type(target).__name__}")
+    raise OptionError(f"faults happen in a strategy, an algorithm or a group; got {kind_text(target)}")
 
 
 @contextlib.contextmanager
@@ -283,7 +284,7 @@ def _calls_of_values(ops: CrossDeviceOps) -> list[str]:
 def _checked(name: str, given: int | None, count: int) -> int:
     number = whole_number(name, given)
     if number >= count:
-        raise OptionError(f"{name} {number} does not exist: there are {count}")
+        raise OptionError(f"{name} {number} does not exist: {there_are(count, name)}")
     return number
 
 

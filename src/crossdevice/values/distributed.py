@@ -10,7 +10,7 @@ from crossdevice.errors import ConversionError, DeviceMismatchError, StructureMi
 from crossdevice.values.delegation import DelegatesToArray, as_array
 from crossdevice.values.device import Device, device_of, host_device, is_of_keras, misplaced
 from crossdevice.values.nesting import first_leaf
-from crossdevice.values.quantities import counted
+from crossdevice.values.quantities import counted, kind_text
 from crossdevice.values.replica_scope import current_component
 
 
@@ -115,15 +115,15 @@ class DistributedValues:
     def _check_listed(self, values: Any) -> None:
         """Refuses what is not a list of components; abstract classes are slow to ask."""
         if isinstance(values, (Mapping, AbstractSet, str, bytes)):
-            raise ConversionError(
-                f"a {type(self).__name__} takes a list of components, one for each replica; got a "
-                f"{type(values).__name__} (if that is what one replica has, put it into a list)"
-            )
-        if not isinstance(values, Iterable):
-            raise ConversionError(
-                f"a {type(self).__name__} takes a list of components, one for each replica; got a "
-                f"{type(values).__name__}"
-            )
+            hint = " (if that is what one replica has, put it into a list)"
+        elif isinstance(values, Iterable):
+            return
+        else:
+            hint = ""
+        raise ConversionError(
+            f"{kind_text(self)} takes a list of components, one for each replica; got "
+            f"{kind_text(values)}{hint}"
+        )
 
     @classmethod
     def of(cls, values: tuple[Any, ...], devices: tuple[Device, ...]) -> Self:

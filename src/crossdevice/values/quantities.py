@@ -1,4 +1,4 @@
-"""Quantities as people read them: numbers of things, bytes, times."""
+"""Quantities and kinds as people read them: numbers of things, types, bytes, times."""
 
 from __future__ import annotations
 
@@ -10,6 +10,34 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     ('1 device', '8 devices', '2 copies')
     """
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def there_are(number: int, noun: str) -> str:
+    """Says how many things there are.
+
+    >>> there_are(1, "replica"), there_are(0, "rank")
+    ('there is 1 replica', 'there are 0 ranks')
+    """
+    return f"there {'is' if number == 1 else 'are'} {counted(number, noun)}"
+
+
+def with_article(noun: str) -> str:
+    """Puts "a" or "an" before a noun.
+
+    >>> with_article("int"), with_article("ndarray"), with_article("UserDict"), with_article("tuple")
+    ('an int', 'an ndarray', 'a UserDict', 'a tuple')
+    """
+    sounds_like_vowel = noun.startswith((*"aeioAEIO", "un", "Un", "ndarray"))
+    return f"{'an' if sounds_like_vowel else 'a'} {noun}"
+
+
+def kind_text(thing: object) -> str:
+    """Names the type of an object, with its article.
+
+    >>> kind_text(3), kind_text("3")
+    ('an int', 'a str')
+    """
+    return with_article(type(thing).__name__)
 
 
 def size_text(num_bytes: int) -> str:

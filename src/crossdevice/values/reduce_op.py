@@ -8,6 +8,7 @@ import sys
 from typing import Any, Self, TypeVar
 
 from crossdevice.errors import OptionError, ReduceOpError
+from crossdevice.values.quantities import there_are
 
 
 class _LookUp(enum.EnumMeta):
@@ -74,8 +75,8 @@ class ReduceOp(enum.Enum, metaclass=_LookUp):
         k = int(trimmed[1])
         if 2 * k >= num_replicas:
             raise ReduceOpError(
-                f"{self.name} leaves out the {k} least and the {k} greatest values, and there are "
-                f"{num_replicas} replicas; expected at least {2 * k + 1}"
+                f"{self.name} leaves out the {k} least and the {k} greatest values, and "
+                f"{there_are(num_replicas, 'replica')}; expected at least {2 * k + 1}"
             )
         return k, num_replicas - k
 

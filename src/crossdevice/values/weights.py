@@ -12,7 +12,7 @@ from typing import Any
 
 from crossdevice.errors import OptionError, PlanError, ReduceOpError
 from crossdevice.values.distributed import DistributedValues
-from crossdevice.values.quantities import counted
+from crossdevice.values.quantities import counted, kind_text
 from crossdevice.values.reduce_op import ReduceOp
 
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-200, 2.0**200
@@ -80,7 +80,7 @@ def factors_of(given: Any, op: ReduceOp) -> tuple[float, ...]:
     elif hasattr(given, "tolist"):
         given = given.tolist()
     if not isinstance(given, (list, tuple)):
-        raise OptionError(f"weights is a {type(given).__name__}; expected a list with one number per replica")
+        raise OptionError(f"weights is {kind_text(given)}; expected a list with one number per replica")
     return tuple([factor_of(item, op, number) for number, item in enumerate(given)])
 
 
@@ -104,7 +104,7 @@ def factor_of(given: Any, op: ReduceOp, number: int | None = None) -> float:
         item = given
     expected = f"expected a {'finite' if op is ReduceOp.SUM else 'positive'} real number, or 0"
     if isinstance(item, bool) or not isinstance(item, numbers.Real):
-        raise OptionError(f"{name} is {_shown(given)}, a {type(given).__name__}; {expected}")
+        raise OptionError(f"{name} is {_shown(given)}, {kind_text(given)}; {expected}")
     try:
         factor = float(item)
     except OverflowError:

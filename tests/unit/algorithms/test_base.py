@@ -72,14 +72,14 @@ def test_a_subclass_may_override_the_batch_alone():
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda pairs: [1.0] * (len(pairs) - 1), "returned 1 results for 2 values; expected one for each"),
+        (lambda pairs: [1.0] * (len(pairs) - 1), "returned 1 result for 2 values; expected one for each"),
         (lambda pairs: [1.0] * (len(pairs) + 1), "returned 3 results for 2 values; expected one for each"),
         (lambda _: None, "returned None for 2 values; expected a list with one result for each"),
-        (lambda _: np.ones(2), "returned a ndarray for 2 values; expected a list"),
+        (lambda _: np.ones(2), "returned an ndarray for 2 values; expected a list"),
         (lambda pairs: [None] * len(pairs), "returned None for a value; expected the result on .*cpu:0"),
         (
             lambda pairs: [value for value, _ in pairs],
-            "returned a result with 2 components for 1 destinations .*cpu:0.*; expected one for each",
+            "returned a result with 2 components for 1 destination .*cpu:0.*; expected one for each",
         ),
     ],
     ids=["too few", "too many", "None", "an array", "a list of None", "too many components"],
@@ -107,7 +107,7 @@ def test_results_of_a_hook_for_one_value_or_a_broadcast_are_counted():
     for call in (Odd().reduce, lambda op, *pair: Odd().batch_reduce(op, [pair])):
         with pytest.raises(MismatchError, match=r"Odd\.reduce_implementation returned None for a value"):
             call("sum", values(1, 2), "cpu:0")
-        with pytest.raises(MismatchError, match="with 1 components for 2 destinations"):
+        with pytest.raises(MismatchError, match="with 1 component for 2 destinations"):
             call("sum", values(1, 2), values(1, 2))
     with pytest.raises(MismatchError, match=r"Odd\.broadcast_implementation returned None"):
         Odd().broadcast(1.0, "cpu:0")

@@ -368,7 +368,7 @@ def test_bad_options_are_refused(keywords, message, tmp_path):
     for given in ([], None, 3, str(paths[0]), paths[0], bytes(paths[0]), set(paths), dict.fromkeys(paths, 1)):
         with pytest.raises(OptionError, match="list of at least one file"):
             cd.average_files(given, tmp_path / "mean.npz")
-    with pytest.raises(OptionError, match=r"^paths\[1\] is 3, a int; expected a path"):
+    with pytest.raises(OptionError, match=r"^paths\[1\] is 3, an int; expected a path"):
         cd.average_files([paths[0], 3], tmp_path / "mean.npz")
     with pytest.raises(OptionError, match=r"^output is None, a NoneType; expected a path"):
         cd.average_files(paths, None)

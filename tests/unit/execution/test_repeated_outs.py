@@ -163,7 +163,7 @@ REPLACEMENTS = {
     "dtype": (lambda make, out: (out[0], make(np.zeros((2, 5)))), "has dtype float64"),
     "shape": (lambda make, out: (out[0], make(np.zeros((5, 2), np.float32))), r"has shape \(5, 2\)"),
     "strides": (lambda make, out: (make(np.zeros((5, 2), np.float32)).T, out[1]), "not contiguous"),
-    "number": (lambda make, out: out[:1], "1 components; expected 2"),
+    "number": (lambda make, out: out[:1], "1 component; expected 2"),
     "more": (lambda make, out: (*out, make(np.zeros((2, 5), np.float32))), "3 components; expected 2"),
     "a list": (lambda make, out: (out[0], [[0.0] * 5] * 2), "is a list; expected an array"),
     "nothing": (lambda make, out: (out[0], None), "is a NoneType; expected an array"),
@@ -188,7 +188,7 @@ def test_arrays_of_another_library_are_refused_as_at_first():
 
 def test_a_list_of_another_length_is_refused(make):
     ops, values, outs = made_known(make)
-    with pytest.raises(OutError, match="4 entries; expected a list of one for each of the 5 pairs"):
+    with pytest.raises(OutError, match="4 entries; expected a list of one for each of 5 pairs"):
         ops.batch_reduce("sum", to_itself(values), out=outs[:4])
 
 

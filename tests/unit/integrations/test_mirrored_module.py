@@ -155,8 +155,8 @@ def test_hooks_reach_all_copies_and_are_removed_from_all():
             r"nothing as module 'extra'.*a ReLU in training mode with 0 hooks",
         ),
         (lambda module: module[1].eval(), r"module '1'.*evaluation mode"),
-        (lambda module: module[0].register_forward_hook(print), r"0 hooks as module '0'.*1 hooks"),
-        (lambda module: module[0].weight.register_hook(print), r"0 hooks as parameter '0\.weight'.*1 hooks"),
+        (lambda module: module[0].register_forward_hook(print), r"0 hooks as module '0'.*1 hook\b"),
+        (lambda module: module[0].weight.register_hook(print), r"0 hooks as parameter '0\.weight'.*1 hook\b"),
         (lambda module: module[0].requires_grad_(False), r"parameter '0\.weight'.*a frozen torch\.float32"),
         (lambda module: module[2].double(), r"parameter '2\.weight'.*torch\.float64"),
         (

@@ -81,7 +81,7 @@ def test_steps_that_do_not_add_up_are_refused(steps, message):
 def test_an_output_must_be_the_whole_finished_pack():
     inputs = builder().inputs
     with pytest.raises(
-        PlanError, match="output 0 holds elements 0:4 of 1 replicas; expected elements 0:4 of the result"
+        PlanError, match="output 0 holds elements 0:4 of 1 replica; expected elements 0:4 of the result"
     ):
         check_plan(Plan(inputs, (), (inputs[0],)))
 

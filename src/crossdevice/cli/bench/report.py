@@ -329,6 +329,5 @@ def machine() -> str:
     return (
         f"{platform.system()} {platform.machine()}, {cores} of {counted(os.cpu_count() or 1, 'core')}, "
         f"{counted(num_threads(), 'thread')}, kernels {selected_kernels()}, Python "
-        f"{platform.python_version()}, "
-        f"NumPy {np.__version__}"
+        f"{platform.python_version()}, NumPy {np.__version__}"
     )

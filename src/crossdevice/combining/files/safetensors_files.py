@@ -24,6 +24,7 @@ from crossdevice.combining.files.model_file import (
     write_at,
 )
 from crossdevice.errors import FileError
+from crossdevice.values.quantities import counted
 
 LENGTH_BYTES = 8
 
@@ -70,7 +71,8 @@ class SafetensorsFile(StoredFile):
         start = LENGTH_BYTES + length
         if self.num_bytes < start or not length:
             raise unreadable(
-                self.path, f"it has {self.num_bytes} bytes, fewer than its header; it may be truncated"
+                self.path,
+                f"it has {counted(self.num_bytes, 'byte')}, fewer than its header; it may be truncated",
             )
         if length > MAX_HEADER_BYTES:
             raise unreadable(self.path, f"its header has {length} bytes; expected at most {MAX_HEADER_BYTES}")
@@ -101,7 +103,9 @@ class _Header:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise unreadable(path, f"its header is not one of safetensors: {error!r}") from error
         if place != num_bytes:
-            raise unreadable(path, f"it has {num_bytes} bytes, and its tensors end at byte {place}")
+            raise unreadable(
+                path, f"it has {counted(num_bytes, 'byte')}, and its tensors end at byte {place}"
+            )
 
     def _add_all(self, header: dict[str, Any], start: int) -> int:
         """Adds all tensors, in the order of their bytes; returns where they end."""

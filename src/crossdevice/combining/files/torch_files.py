@@ -34,6 +34,7 @@ from crossdevice.errors import FileError
 from crossdevice.kernels.host.resources.threads import num_threads, run_together
 from crossdevice.values.device import host_device
 from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.quantities import counted, kind_text
 
 ELEMENTS = "data/"
 """Beginning of the names of members with elements."""
@@ -123,7 +124,8 @@ class TorchFile(StoredFile):
             spec = TensorSpec(dtype, tuple(tensor.shape))
             if spec.num_bytes > self.num_bytes:  # as of one element that is seen many times
                 raise unreadable(
-                    path, f"tensor {name!r} has {spec.num_bytes} bytes, and the file {self.num_bytes}"
+                    path,
+                    f"tensor {name!r} has {counted(spec.num_bytes, 'byte')}, and the file {self.num_bytes}",
                 )
             self.tensors[name] = spec
             address = tensor.data_ptr()
@@ -135,7 +137,7 @@ class TorchFile(StoredFile):
         firsts = {place: name for name, place in reversed(places.items())}
         self.ties = {name: firsts[place] for name, place in places.items() if firsts[place] != name}
         if not self.tensors:
-            raise unreadable(path, f"it holds a {type(self.metadata).__name__} without tensors")
+            raise unreadable(path, f"it holds {kind_text(self.metadata)} without tensors")
 
     def elements(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Reads elements; where PyTorch does not say from where, its tensor is looked at."""

@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from crossdevice.values.quantities import counted
+
 CRC_POLYNOMIAL = 0xEDB88320
 """Polynomial of the CRC in zip's bit order: the highest power is implied, and x**0 is the highest bit."""
 
@@ -107,7 +109,9 @@ def check_members(
     """
     number = _announced_members(num_bytes, bytes_at)
     if number != len(members):
-        raise ValueError(f"its directory has {len(members)} entries, and the archive says {number}")
+        raise ValueError(
+            f"its directory has {counted(len(members), 'entry', 'entries')}, and the archive says {number}"
+        )
     names = set[str]()
     for member in members:
         if member.filename in names:

@@ -16,6 +16,7 @@ from crossdevice.execution.reading.values import at
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, components_of
 from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.quantities import counted, kind_text
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -97,13 +98,15 @@ def reduced_by_hook(
 
 def _checked_results(results: Any, expected: int, name: str) -> list[Any]:
     if not isinstance(results, (list, tuple)):
-        found = "None" if results is None else f"a {type(results).__name__}"
+        found = "None" if results is None else kind_text(results)
         raise MismatchError(
-            f"{name} returned {found} for {expected} values; expected a list with one result for each"
+            f"{name} returned {found} for {counted(expected, 'value')}; expected a list with one result "
+            "for each"
         )
     if len(results) != expected:
         raise MismatchError(
-            f"{name} returned {len(results)} results for {expected} values; expected one for each"
+            f"{name} returned {counted(len(results), 'result')} for {counted(expected, 'value')}; expected "
+            "one for each"
         )
     return list(results)
 
@@ -132,7 +135,7 @@ def _described(component: Any) -> tuple[str, str, tuple[int, ...]] | None:
 
 def _spelled(component: Any, found: tuple[str, str, tuple[int, ...]] | None) -> str:
     if found is None:
-        return f"a {type(component).__name__}"
+        return kind_text(component)
     library, dtype, shape = found
     return f"an array of {library}, {dtype} {shape}"
 
@@ -146,6 +149,7 @@ def check_result(result: Any, destinations: Sequence[Device], name: str) -> None
     number = len(components_of(result))
     if number != len(destinations):
         raise MismatchError(
-            f"{name} returned a result with {number} components for {len(destinations)} destinations "
-            f"({', '.join(map(str, destinations))}); expected one for each"
+            f"{name} returned a result with {counted(number, 'component')} for "
+            f"{counted(len(destinations), 'destination')} ({', '.join(map(str, destinations))}); expected "
+            "one for each"
         )

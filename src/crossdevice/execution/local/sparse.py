@@ -35,6 +35,7 @@ from crossdevice.values.device import Device, host_device
 from crossdevice.values.distributed import IndexedSlices
 from crossdevice.values.dtypes import INTEGERS, check_reducible, result_dtype
 from crossdevice.values.options import Precision
+from crossdevice.values.quantities import kind_text
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights
@@ -252,7 +253,7 @@ def to_dense(slices: IndexedSlices, where: str = "IndexedSlices", precision: Pre
     Repeated rows add up to one of the array's dtype, with the given precision.
     """
     if not isinstance(slices, IndexedSlices):
-        raise ConversionError(f"to_dense takes IndexedSlices, got a {type(slices).__name__}")
+        raise ConversionError(f"to_dense takes IndexedSlices, got {kind_text(slices)}")
     if slices.dense_shape is None:
         raise ConversionError(f"{where} has no dense_shape, so it cannot be made dense")
     device = Device.parse(slices.device)

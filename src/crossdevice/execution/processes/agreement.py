@@ -30,6 +30,7 @@ from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.disagreement import disagreement
 from crossdevice.values.nesting import spelled_structure
 from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights, weights_for
 
@@ -324,7 +325,7 @@ class RepeatedCall:
 
 def what_is_called(description: Description, replicas: tuple[int, ...]) -> str:
     """A call and the number of its arrays, for people."""
-    return f"{description.what} ({sum(replicas)} array{'' if sum(replicas) == 1 else 's'})"
+    return f"{description.what} ({counted(sum(replicas), 'array')})"
 
 
 def _compared(
@@ -375,7 +376,7 @@ def _questions(
 
 
 def _values_text(number: int) -> str:
-    return f"{number} value{'' if number == 1 else 's'} in its batch"
+    return f"{counted(number, 'value')} in its batch"
 
 
 def _shape_text(shape: Sequence[int | None]) -> str:

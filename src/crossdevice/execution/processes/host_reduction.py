@@ -33,7 +33,7 @@ from crossdevice.values.quantities import counted
 from crossdevice.values.recipe import COPYING
 from crossdevice.values.weights import Weights
 
-SMALL_BYTES = 32 << 10
+COPIED_OUT_BYTES = 32 << 10
 """Up to here results are copied to `out` when nothing can fail any more."""
 
 EXPLAINED_TASKS = 3
@@ -218,7 +218,7 @@ class HostReduction:
         """The host memory of `out` in which a pack's only leaf can be received; none if it must be copied."""
         if (
             out is None
-            or pack.leaves[0].length * dtype_named(pack.leaves[0].result).itemsize <= SMALL_BYTES
+            or pack.leaves[0].length * dtype_named(pack.leaves[0].result).itemsize <= COPIED_OUT_BYTES
             or len(pack.leaves) > 1
         ):
             return []

@@ -20,6 +20,9 @@ from crossdevice.values.weights import Weights
 
 Flat: TypeAlias = NDArray[Any]
 
+ALONE_BYTES = 128 << 10
+"""Up to here, of what all ranks bring to windows, every rank combines everything: one step instead of two."""
+
 SMALL_TASKS_BYTES = 1 << 20
 """Below, a plain copy is faster than a pass that has to be laid out, and threads take longer to wake."""
 

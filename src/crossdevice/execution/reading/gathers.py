@@ -10,6 +10,7 @@ from crossdevice.errors import DtypeMismatchError, OptionError, ShapeMismatchErr
 from crossdevice.execution.reading.shards import check_sum, checked_axis, read_sizes
 from crossdevice.execution.reading.values import Leaf, Value, check_agreement, one_backend
 from crossdevice.values.device import Device
+from crossdevice.values.quantities import counted
 
 Placed: TypeAlias = tuple[Value, tuple[Device, ...], Any]
 """A value to be gathered, its destinations, and the `out` of the result."""
@@ -85,5 +86,7 @@ def read_sizes_of_all(sizes: Any, num_replicas: int) -> Sizes:
     if not hasattr(sizes, "__len__") or not any(hasattr(each, "__len__") for each in sizes):
         return (read_sizes(sizes),) * num_replicas
     if len(sizes) != num_replicas:
-        raise OptionError(f"sizes has {len(sizes)} lists; expected {num_replicas}, one for each replica")
+        raise OptionError(
+            f"sizes has {counted(len(sizes), 'list')}; expected {num_replicas}, one for each replica"
+        )
     return tuple(map(read_sizes, sizes))

@@ -18,6 +18,7 @@ from crossdevice.values.delegation import PlacedArray
 from crossdevice.values.device import Device, device_of, host_device, misplaced
 from crossdevice.values.distributed import DistributedValues, IndexedSlices, Mirrored, as_distributed
 from crossdevice.values.nesting import flatten, spelled_structure, unflatten
+from crossdevice.values.quantities import counted, kind_text
 
 
 def read_destinations(destinations: Any) -> tuple[Device, ...]:
@@ -47,7 +48,7 @@ def read_destinations(destinations: Any) -> tuple[Device, ...]:
 
 def _short_text(thing: Any) -> str:
     text = repr(thing)
-    return text if len(text) <= 80 else f"a {type(thing).__name__}"
+    return text if len(text) <= 80 else kind_text(thing)
 
 
 class _Range(NamedTuple):
@@ -193,7 +194,8 @@ def out_components(out: Any, destinations: tuple[Device, ...]) -> Sequence[Any]:
         components = (out,)
     if len(components) != len(destinations):
         raise OutError(
-            f"out has {len(components)} components; expected {len(destinations)}, one per destination"
+            f"out has {counted(len(components), 'component')}; expected {len(destinations)}, one per "
+            "destination"
         )
     return components
 
@@ -245,7 +247,7 @@ def check_array(array: Array, position: int, spec: LeafSpec, dtype: str, path: s
 def _problem_of(array: Any, spec: LeafSpec, dtype: str, device: Device) -> str | None:
     backend = spec.backend
     if not hasattr(array, "dtype") or backend_of_type(type(array)) is not backend:
-        return f"is a {type(array).__name__}; expected an array of {backend.name}"
+        return f"is {kind_text(array)}; expected an array of {backend.name}"
     if backend.is_immutable:
         return f"is an array of {backend.name}, which cannot be written to; leave out= away, results are new"
     if backend.autograd is not None and backend.autograd.is_recorded(array):

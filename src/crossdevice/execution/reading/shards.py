@@ -12,6 +12,7 @@ import numpy as np
 from crossdevice.backends.protocol import Array, Backend
 from crossdevice.errors import ConversionError, OptionError
 from crossdevice.values.device import Device, device_of
+from crossdevice.values.quantities import counted
 
 
 def checked_axis(axis: int, num_dimensions: int, call: str, at_path: str) -> int:
@@ -23,7 +24,9 @@ def checked_axis(axis: int, num_dimensions: int, call: str, at_path: str) -> int
     if num_dimensions == 0:
         raise ConversionError(f"{call} needs at least one dimension{at_path}; replica 0 holds a scalar")
     if not -num_dimensions <= axis < num_dimensions:
-        raise ConversionError(f"axis {axis} is out of range for {num_dimensions} dimensions{at_path}")
+        raise ConversionError(
+            f"axis {axis} is out of range for {counted(num_dimensions, 'dimension')}{at_path}"
+        )
     return axis % num_dimensions
 
 
@@ -52,7 +55,9 @@ def part_lengths(
         size, longer = divmod(length, num_parts)
         return [size + (part < longer) for part in range(num_parts)]
     if len(sizes) != num_parts:
-        raise OptionError(f"sizes has {len(sizes)} lengths; expected {num_parts}, one for each replica")
+        raise OptionError(
+            f"sizes has {counted(len(sizes), 'length')}; expected {num_parts}, one for each replica"
+        )
     check_sum(sizes, length, where)
     return list(sizes)
 

@@ -8,20 +8,21 @@ from typing import Any
 from crossdevice.errors import ConversionError, OutError
 from crossdevice.values.distributed import DistributedValues
 from crossdevice.values.nesting import flatten, is_number_list, spelled_structure, unflatten
+from crossdevice.values.quantities import counted, kind_text
 
 
 def checked_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     """A list of the pairs, each of them a tuple of two."""
     expected = "expected an iterable of (value, destinations) tuples"
     if not isinstance(pairs, Iterable):
-        raise ConversionError(f"value_destination_pairs is a {type(pairs).__name__}; {expected}")
+        raise ConversionError(f"value_destination_pairs is {kind_text(pairs)}; {expected}")
     listed = list(pairs)
     if set(map(type, listed)) <= {tuple} and set(map(len, listed)) <= {2}:
         return listed
     for number, pair in enumerate(listed):
         if not isinstance(pair, tuple) or len(pair) != 2:
             length = f" of {len(pair)}" if isinstance(pair, tuple) else ""
-            raise ConversionError(f"pair {number} is a {type(pair).__name__}{length}; {expected}")
+            raise ConversionError(f"pair {number} is {kind_text(pair)}{length}; {expected}")
     return listed
 
 
@@ -30,8 +31,12 @@ def checked_outs(outs: Any, num_pairs: int) -> list[Any]:
     if outs is None:
         return [None] * num_pairs
     if not isinstance(outs, Sequence) or len(outs) != num_pairs:
-        found = f"{len(outs)} entries" if isinstance(outs, Sequence) else f"type {type(outs).__name__}"
-        raise OutError(f"out has {found}; expected a list of one for each of the {num_pairs} pairs")
+        found = (
+            counted(len(outs), "entry", "entries")
+            if isinstance(outs, Sequence)
+            else f"type {type(outs).__name__}"
+        )
+        raise OutError(f"out has {found}; expected a list of one for each of {counted(num_pairs, 'pair')}")
     return list(outs)
 
 

@@ -35,6 +35,7 @@ from crossdevice.values.nesting import (
     leaf_paths,
     spelled_structure,
 )
+from crossdevice.values.quantities import counted, kind_text, with_article
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -82,7 +83,7 @@ def read_value(value: Any, what: str = "value") -> Value:
         return Value(devices, [Leaf(components, "")], None, components)
     if not components:
         raise ConversionError(
-            f"the {what} is a {type(value).__name__} without components; expected one per replica"
+            f"the {what} is {kind_text(value)} without components; expected one per replica"
         )
     for replica, component in enumerate(components):
         if component is None:
@@ -186,8 +187,8 @@ def backend_of(array: Array, replica: int, path: str = "") -> Backend:
         library = kind.__module__.partition(".")[0]
         origin = "" if library in ("__main__", *sys.stdlib_module_names) else f" of {library}"
         raise ConversionError(
-            f"replica {replica} holds a {kind.__name__}{origin}{at(path)}; expected a number or an array of "
-            f"{', '.join(BACKENDS)}{_remedy(array)}"
+            f"replica {replica} holds {with_article(kind.__name__)}{origin}{at(path)}; expected a number or "
+            f"an array of {', '.join(BACKENDS)}{_remedy(array)}"
         )
     return backend
 
@@ -241,7 +242,7 @@ def _read_leaf(column: Sequence[Any], devices: Sequence[Device], path: str, what
     for replica, item in enumerate(map(as_distributed, column)):
         if isinstance(item, DistributedValues):
             raise ConversionError(
-                f"{replica_at(replica, devices[replica])} of the {what} holds a {type(item).__name__}; "
+                f"{replica_at(replica, devices[replica])} of the {what} holds {kind_text(item)}; "
                 "distributed values do not nest"
             )
         if isinstance(item, PlacedArray):
@@ -281,7 +282,7 @@ def _described(structure: Any, structures: Sequence[Any], what: str) -> str:
     of_others = [leaf_paths(other, what) for other in dict.fromkeys(structures) if other != structure]
     own = [path for path in paths if any(path not in other for other in map(set, of_others))]
     lacking = dict.fromkeys(path for other in of_others for path in other if path not in set(paths))
-    parts = [f"{structure.type.__name__} of {len(paths)} leaves"]
+    parts = [f"{structure.type.__name__} of {counted(len(paths), 'leaf', 'leaves')}"]
     parts += [f"{word} {few(found)}" for word, found in (("with", own), ("without", list(lacking))) if found]
     if not own and not lacking and any(other != paths for other in of_others):
         parts.append(f"in the order {few(paths)}")

@@ -26,6 +26,7 @@ from crossdevice.backends.torch_backend import torch_device
 from crossdevice.errors import ConversionError, MismatchError, ShapeMismatchError, StructureMismatchError
 from crossdevice.integrations.torch.tensor_kinds import refuse_special
 from crossdevice.values.device import Device
+from crossdevice.values.quantities import kind_text, with_article
 
 _REGISTERED: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[[Any, list[Any]], Any]]] = {}
 
@@ -236,8 +237,8 @@ def refuse_unknown(value: Any, path: str) -> None:
     if holds_tensors(value):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise ConversionError(
-            f"{path} is a {kind}, which holds tensors but is not a container that can be split or joined; "
-            "tell how with crossdevice.integrations.torch.register_container"
+            f"{path} is {with_article(kind)}, which holds tensors but is not a container that can be split "
+            "or joined; tell how with crossdevice.integrations.torch.register_container"
         )
 
 
@@ -347,7 +348,7 @@ def _common_value(column: Sequence[Any], path: str) -> Any:
         is_same = all(bool(part == first) for part in others)
     except Exception as error:
         raise ConversionError(
-            f"{path} is a {type(first).__name__}, which cannot be joined, nor compared: {error}"
+            f"{path} is {kind_text(first)}, which cannot be joined, nor compared: {error}"
         ) from error
     if not is_same:
         raise MismatchError(

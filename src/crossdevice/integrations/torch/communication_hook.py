@@ -18,6 +18,7 @@ from crossdevice.process_groups.engines.torch_engine import form_group
 from crossdevice.process_groups.group import TIMEOUT_SECONDS, ProcessGroup
 from crossdevice.recording.recorder import Leaves, as_one_call, digests_by_path, is_recording, write_call
 from crossdevice.values.options import CommunicationOptions, Precision
+from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -146,7 +147,8 @@ class ReproducibleMean:
         if self._given is not None and self._given.size != len(ranks):
             raise OptionError(
                 f"a bucket is from a model on ranks {ranks}, and the group given to ReproducibleMean has "
-                f"{self._given.size} processes: give none, or one of the model's processes"
+                f"{counted(self._given.size, 'process', 'processes')}: give none, or one of the model's "
+                "processes"
             )
         self._ranks = self._ranks or ranks
         if self._ranks != ranks:

@@ -45,6 +45,7 @@ from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.recording.recorder import digests_by_path, is_recording, write_call, write_mark
 from crossdevice.values.dtypes import FLOATS, PARTS
 from crossdevice.values.launchers import launched
+from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -265,11 +266,15 @@ class ExactGradients:
         if group is None or group.size == 1:
             outs, sent = _written(None, sums, divisor, self._bucket_bytes)
         elif self._shards is not None:
-            with group.call(f"share exact gradients of {len(sums)} parameters", b"exact shards") as call:
+            with group.call(
+                f"share exact gradients of {counted(len(sums), 'parameter')}", b"exact shards"
+            ) as call:
                 outs = {n: np.empty(total.size, total.part) for n, total in sums.items()}
                 sent = self._bytes_sent + self._shards.write(call, outs, divisor)
         else:
-            with group.call(f"combine exact gradients of {len(sums)} parameters", b"exact") as call:
+            with group.call(
+                f"combine exact gradients of {counted(len(sums), 'parameter')}", b"exact"
+            ) as call:
                 outs, sent = _written(call, sums, divisor, self._bucket_bytes)
         for number, total in sums.items():
             parameter = self._parameters[number]

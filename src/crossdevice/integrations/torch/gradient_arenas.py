@@ -23,6 +23,7 @@ from crossdevice.strategies.mirrored import MirroredStrategy
 from crossdevice.strategies.running.replica_context import ReplicaContext
 from crossdevice.values.distributed import PerReplica, components_of
 from crossdevice.values.options import CommunicationOptions, as_options
+from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import current_replica, replica_scope
 
@@ -254,9 +255,10 @@ class GradientArenas:
         """Joins the replicas after their backward passes and rearranges buckets."""
         if self._num_started:
             raise ContextError(
-                f"trainable parameters have changed since the last step, and {self._num_started} buckets of "
-                "gradients were reduced during the backward pass; change parameters by methods of the "
-                "MirroredModule, or call its zero_grad() outside of replica functions afterwards"
+                "trainable parameters have changed since the last step, and gradients of "
+                f"{counted(self._num_started, 'bucket')} were reduced during the backward pass; change "
+                "parameters by methods of the MirroredModule, or call its zero_grad() outside of replica "
+                "functions afterwards"
             )
         self.arrange()
         return replicas

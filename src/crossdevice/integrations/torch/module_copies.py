@@ -11,6 +11,7 @@ from crossdevice.errors import ConversionError, MismatchError, OptionError
 from crossdevice.integrations.torch.tensor_kinds import is_instance_of
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import PerReplica, components_of
+from crossdevice.values.quantities import counted, kind_text
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -92,12 +93,12 @@ def _structure(module: torch.nn.Module) -> dict[str, str]:
             len(own) for key, own in vars(part).items() if key.endswith("_hooks") and isinstance(own, Sized)
         )
         mode = "training" if part.training else "evaluation"
-        places[f"module {name!r}"] = f"a {type(part).__name__} in {mode} mode with {hooks} hooks"
+        places[f"module {name!r}"] = f"{kind_text(part)} in {mode} mode with {counted(hooks, 'hook')}"
     for name, parameter in module.named_parameters():
         is_frozen = "" if parameter.requires_grad else "frozen "
         hooks = len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
         places[f"parameter {name!r}"] = (
-            f"a {is_frozen}{parameter.dtype} of shape {tuple(parameter.shape)} with {hooks} hooks"
+            f"a {is_frozen}{parameter.dtype} of shape {tuple(parameter.shape)} with {counted(hooks, 'hook')}"
         )
     for name, buffer in module.named_buffers():
         places[f"buffer {name!r}"] = f"a {buffer.dtype} of shape {tuple(buffer.shape)}"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from crossdevice.errors import ConversionError
+from crossdevice.values.quantities import with_article
 
 
 def refuse_special(value: Any, where: str) -> None:
@@ -26,7 +27,9 @@ def _reason(value: Any) -> str | None:
     if not isinstance(value, torch.Tensor):
         kind = f"{type(value).__module__}.{type(value).__name__}"
         is_array = hasattr(value, "__array__") and getattr(value, "ndim", 0) > 0
-        return f"a {kind}, which cannot be split or joined; make it a tensor" if is_array else None
+        return (
+            f"{with_article(kind)}, which cannot be split or joined; make it a tensor" if is_array else None
+        )
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         return (
             "inside of a torch.func transformation (grad, vmap, ...), which replicas in other threads know "

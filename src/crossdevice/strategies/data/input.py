@@ -17,6 +17,7 @@ from crossdevice.strategies.data.regrouping import regroup
 from crossdevice.values.device import Device, misplaced
 from crossdevice.values.nesting import NUMBERS, flatten, leaf_paths, unflatten
 from crossdevice.values.options import whole_number
+from crossdevice.values.quantities import kind_text
 
 
 class InputContext(NamedTuple):
@@ -181,11 +182,11 @@ def batches_of(dataset: Any, batch_size: int | None) -> Iterable[Any]:
         return ArrayBatches(dataset, batch_size)
     if hasattr(dataset, "dtype") or isinstance(dataset, (tuple, Mapping, str)):
         raise ConversionError(
-            f"dataset is a {type(dataset).__name__}; expected an iterable of batches, "
+            f"dataset is {kind_text(dataset)}; expected an iterable of batches, "
             "or arrays together with batch_size="
         )
     if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
-        raise ConversionError(f"dataset is a {type(dataset).__name__}; expected an iterable of batches")
+        raise ConversionError(f"dataset is {kind_text(dataset)}; expected an iterable of batches")
     return dataset  # type: ignore[no-any-return]
 
 
@@ -214,11 +215,11 @@ def _num_examples(batch: Any, name: str) -> int:
         shape = tuple(getattr(_array(leaf), "shape", ()))  # TensorFlow's shapes are true, whatever their rank
         if not shape:
             raise ConversionError(
-                f"{path} is a {type(leaf).__name__} without a first axis; expected arrays whose first axis "
+                f"{path} is {kind_text(leaf)} without a first axis; expected arrays whose first axis "
                 "counts the examples"
             )
         if not hasattr(leaf, "__getitem__"):
-            raise ConversionError(f"{path} is a {type(leaf).__name__}, which cannot be cut into parts")
+            raise ConversionError(f"{path} is {kind_text(leaf)}, which cannot be cut into parts")
         if length not in (None, shape[0]):
             raise ShapeMismatchError(f"{path} has {shape[0]} examples; {paths[0]} has {length}")
         length = shape[0]
@@ -229,9 +230,7 @@ def _rows(batch: Any, start: int, stop: int) -> Any:
     leaves, structure = flatten(_arrays(batch))
     for leaf in leaves:
         if not hasattr(leaf, "__getitem__"):
-            raise ConversionError(
-                f"the dataset holds a {type(leaf).__name__}, which cannot be cut into parts"
-            )
+            raise ConversionError(f"the dataset holds {kind_text(leaf)}, which cannot be cut into parts")
     if any(not getattr(leaf, "shape", (0,)) for leaf in leaves):
         raise ConversionError(
             "the dataset ended before every replica had its value of the last round, and scalars have no "

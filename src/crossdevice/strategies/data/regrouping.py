@@ -17,6 +17,7 @@ from crossdevice.values.delegation import PlacedArray
 from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DistributedValues, IndexedSlices, PerReplica, as_distributed
 from crossdevice.values.nesting import NUMBERS, first_leaf, spelled_structure
+from crossdevice.values.quantities import counted, kind_text
 
 
 def regroup(
@@ -140,7 +141,7 @@ def spread(tree: Any, devices: Sequence[Device]) -> list[Any]:
 def _check_components(value: DistributedValues, number: int) -> None:
     if len(value.values) != number:
         raise StructureMismatchError(
-            f"a {type(value).__name__} has {len(value.values)} components; expected {number}, "
+            f"{kind_text(value)} has {counted(len(value.values), 'component')}; expected {number}, "
             "one for each replica"
         )
 
@@ -150,7 +151,7 @@ def checked_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the checked arguments of a function that is called for each replica, or for all."""
     if isinstance(args, (str, bytes, Mapping)) or not isinstance(args, Iterable):
-        raise ConversionError(f"args of {call} must be a list or tuple, got a {type(args).__name__}")
+        raise ConversionError(f"args of {call} must be a list or tuple, got {kind_text(args)}")
     if not isinstance(kwargs, (Mapping, type(None))):
-        raise ConversionError(f"kwargs of {call} must be a dict, got a {type(kwargs).__name__}")
+        raise ConversionError(f"kwargs of {call} must be a dict, got {kind_text(kwargs)}")
     return tuple(args), dict(kwargs or {})

@@ -30,6 +30,7 @@ from crossdevice.execution.tracing import flight_recorder
 from crossdevice.strategies.running import loaded_libraries
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues
+from crossdevice.values.quantities import counted
 
 
 class ReplicaThreads:
@@ -145,7 +146,7 @@ class RollCall(NamedTuple):
         for replica in range(len(self.devices)):
             groups.setdefault(self._state_of(replica), []).append(replica)
         if len(groups) == 1:
-            return f"{next(iter(groups))}: all {len(self.devices)} replicas"
+            return f"{next(iter(groups))}: all {counted(len(self.devices), 'replica')}"
         return "; ".join(f"{state}: {named(replicas, self.devices)}" for state, replicas in groups.items())
 
     def _state_of(self, replica: int) -> str:

@@ -23,6 +23,7 @@ from crossdevice.values.distributed import (
     PerReplica,
     components_of,
 )
+from crossdevice.values.quantities import kind_text
 from crossdevice.values.reduce_op import VariableAggregation, VariableSynchronization
 from crossdevice.values.replica_scope import current_component
 
@@ -134,9 +135,7 @@ class DistributedVariable(ScatterMethods, ReadsAsArray, DelegatingValues):
         raise NotImplementedError
 
     def _scatter(self, method: str, slices: Any) -> Any:
-        raise NotImplementedError(
-            f"{method} of variable {self.name!r}: a {type(self).__name__} has no scatter"
-        )
+        raise NotImplementedError(f"{method} of variable {self.name!r}: {kind_text(self)} has no scatter")
 
     def _own_copy(self) -> ReplicaVariable | None:
         """Returns the copy of the running replica or update; None across replicas. Checks the strategy."""

@@ -12,6 +12,7 @@ from crossdevice.errors import ConversionError, DtypeMismatchError, MismatchErro
 from crossdevice.execution.local.sparse import to_dense
 from crossdevice.values.distributed import IndexedSlices
 from crossdevice.values.dtypes import INTEGERS
+from crossdevice.values.quantities import counted, kind_text
 
 if TYPE_CHECKING:
     from crossdevice.strategies.variables.variable import Variable
@@ -65,7 +66,7 @@ def rows_of(method: str, slices: Any) -> IndexedSlices:
     """Converts the argument of a scatter method, sparse tensors too, to IndexedSlices of arrays."""
     rows = _as_slices(slices)
     if rows is None:
-        raise ConversionError(f"{method} takes IndexedSlices, got a {type(slices).__name__}")
+        raise ConversionError(f"{method} takes IndexedSlices, got {kind_text(slices)}")
     return IndexedSlices(rows.values, _array_of_indices(method, rows.indices), rows.dense_shape)
 
 
@@ -121,7 +122,7 @@ def scatter_with(method: str) -> Callable[[Variable, IndexedSlices], object]:
         indices = of_indices.to_host(slices.indices).reshape(index_shape)
         values = backend.to_host(slices.values).reshape(row_shape)
         if indices.size and not (indices.min() >= 0 and indices.max() < len(rows)):
-            raise MismatchError(f"{target}: an index is outside of its {len(rows)} rows")
+            raise MismatchError(f"{target}: an index is outside of its {counted(len(rows), 'row')}")
         if method in _FUNCTIONS:
             _FUNCTIONS[method].at(rows, indices, values)
         else:

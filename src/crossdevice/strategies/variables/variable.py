@@ -28,6 +28,7 @@ from crossdevice.values.device import Device, device_of, host_device
 from crossdevice.values.distributed import DelegatingValues, DistributedValues
 from crossdevice.values.dtypes import COMPLEXES, FLOATS
 from crossdevice.values.nesting import is_number, is_number_list
+from crossdevice.values.quantities import kind_text
 from crossdevice.values.reduce_op import (
     VariableAggregation,
     VariableSynchronization,
@@ -295,7 +296,7 @@ class Variable(ScatterMethods, ReadsAsArray, PlacedArray, metaclass=_MadeInScope
     def _converted(self, value: Any) -> Any:
         if isinstance(value, DistributedValues) and not isinstance(value, DelegatingValues):
             raise ConversionError(
-                f"variable {self.name!r} holds one array; got a {type(value).__name__} of several"
+                f"variable {self.name!r} holds one array; got {kind_text(value)} of several"
             )
         backend = backend_of_variable(self._value)
         value = whole_array(operand_of(value), self.name)
@@ -314,7 +315,7 @@ def checked_name(name: Any) -> str:
     """Returns the argument of that name, or TensorFlow's for a variable without one."""
     if name is None or isinstance(name, str):
         return name or "Variable"
-    raise OptionError(f"the name of a variable must be a string or None, got a {type(name).__name__}")
+    raise OptionError(f"the name of a variable must be a string or None, got {kind_text(name)}")
 
 
 def checked_trainable(trainable: Any, name: str) -> bool | None:
@@ -335,7 +336,7 @@ def initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> Any:
     backend = backend_of_type(type(array))
     if backend is None or not hasattr(array, "dtype"):
         raise ConversionError(
-            f"variable {name!r} was given a {type(array).__name__}; expected an array or a number"
+            f"variable {name!r} was given {kind_text(array)}; expected an array or a number"
         )
     _check_plain(array, backend, name)
     if shape is not None and _shape_of_sizes(shape, name) != backend.shape_of(array):
@@ -375,7 +376,7 @@ def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
     source = backend_of_type(type(value))
     if source is None or isinstance(value, DistributedValues):
         raise ConversionError(
-            f"variable {name!r} was given a {type(value).__name__}; expected an array or a number"
+            f"variable {name!r} was given {kind_text(value)}; expected an array or a number"
         )
     _check_plain(value, source, name)
     found = source.dtype_of(value)

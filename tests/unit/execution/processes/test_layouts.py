@@ -156,7 +156,7 @@ def test_a_plan_that_does_anything_else_is_refused(case, data):
 def test_a_wrong_root_slice_or_shard_is_refused():
     meaning, _ = copied([5], 3, root=1)
     with pytest.raises(
-        PlanError, match=r"made of 1 contributions \(rank 0 leaf 0 replica 0 .*expected .*rank 1"
+        PlanError, match=r"made of 1 contribution \(rank 0 leaf 0 replica 0 .*expected .*rank 1"
     ):
         check_tasks(broadcast([5], 3, root=0, seen_by=2), meaning)
     meaning, emit = gathered([[4, 4]])

@@ -221,7 +221,7 @@ def test_a_scalar_has_no_rows():
     "make", [cd.Variable, lambda *args, **named: strategy().create_variable(*args, **named)]
 )
 def test_names_are_strings_and_shapes_are_tuples_of_numbers(make):
-    with pytest.raises(OptionError, match="must be a string or None, got a ndarray"):
+    with pytest.raises(OptionError, match="must be a string or None, got an ndarray"):
         make([1.0, 2.0], name=np.ones(2))
     for shape in (2, 2.0, np.ones(1), "2"):
         with pytest.raises(OptionError, match="must be a tuple of whole numbers"):

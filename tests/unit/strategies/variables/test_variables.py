@@ -223,7 +223,7 @@ def test_rows_of_several_replicas_have_no_common_minimum(strategy, aggregation, 
 def test_bad_slices_are_refused(strategy):
     variable = strategy.create_variable([[1.0]])
     for index in (1, -1):
-        with pytest.raises(MismatchError, match="outside of its 1 rows"):
+        with pytest.raises(MismatchError, match="outside of its 1 row"):
             variable.scatter_add(SLICES["numpy"]([[1.0]], [index]))
     with pytest.raises(ConversionError, match="takes IndexedSlices"):
         variable.scatter_add(np.ones((1, 1)))

@@ -25,10 +25,11 @@ from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.quantities import counted
 from crossdevice.values.recipe import COPYING
 from crossdevice.values.weights import Weights
 
-SMALL_BYTES = 32 << 10
+GATHERED_BYTES = 32 << 10
 """Up to here every rank gets everything and combines it itself: one exchange instead of two."""
 
 PACKED_BYTES = 64 << 10
@@ -39,7 +40,7 @@ def are_small(leaves: Sequence[ReducedLeaf]) -> bool:
     """Returns True if every rank is to combine everything; the rank with most replicas decides."""
     elements = sum([aligned(leaf.length) for leaf in leaves[:-1]]) + leaves[-1].length
     most = max(leaves[0].num_arrays(rank) for rank in range(len(leaves[0].counts)))
-    return elements * ITEM_BYTES[leaves[0].travelling] * most <= SMALL_BYTES
+    return elements * ITEM_BYTES[leaves[0].travelling] * most <= GATHERED_BYTES
 
 
 def messages_unavailable(_: Wanted) -> str | None:
@@ -162,7 +163,7 @@ class Messages:
         else:
             how = f"sends each other process its part of {what}"
         passed = "" if hosts is None else " to other hosts, once to each what is for all of it"
-        return f"{how}, {num_bytes} bytes{passed}"
+        return f"{how}, {counted(num_bytes, 'byte')}{passed}"
 
     def run(self, call: GroupCall, inputs: Inputs, results: Results, weights: Weights | None = None) -> None:
         """Exchanges what tasks read, combines it, and exchanges what they made.

@@ -32,6 +32,7 @@ from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.weights import Weights, refuse_weights
 
@@ -242,7 +243,7 @@ class PeerCopies:
 
     def explained(self) -> str:
         """Human-readable description of what this rank does."""
-        return f"copies {self._num_bytes} bytes from the GPU memory of other processes"
+        return f"copies {counted(self._num_bytes, 'byte')} from the GPU memory of other processes"
 
     def run(self, call: GroupCall, inputs: Inputs, results: Results, weights: Weights | None = None) -> None:
         """Shows arrays to the other ranks, and copies from what all of them show."""

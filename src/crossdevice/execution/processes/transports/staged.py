@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from crossdevice.backends.protocol import Array, dtype_named
 from crossdevice.execution.processes.gpu_peers import known_peers
-from crossdevice.execution.processes.programs import Delivery
+from crossdevice.execution.processes.programs import ALONE_BYTES, Delivery
 from crossdevice.execution.processes.reduced_batch import ReducedBatch, Wanted, not_shared, partial_dtype
 from crossdevice.execution.reading.leaf_spec import Columns, Outs
 from crossdevice.execution.reading.outputs import delivered
@@ -26,9 +26,6 @@ from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared.shared_memory import WINDOW_BYTES
 from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.weights import Weights
-
-ALONE_BYTES = 128 << 10
-"""Up to here, of what all ranks bring, every rank combines everything itself: one step instead of two."""
 
 
 def staged_unavailable(wanted: Wanted) -> str | None:

@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 from crossdevice.backends.protocol import dtype_named
-from crossdevice.execution.processes.programs import Emit, Flat, Inputs, Results, SmallArrays, TaskPasses
+from crossdevice.execution.processes.programs import (
+    ALONE_BYTES,
+    Emit,
+    Flat,
+    Inputs,
+    Results,
+    SmallArrays,
+    TaskPasses,
+)
 from crossdevice.execution.processes.reduced_batch import Wanted, WantedCopies, not_shared
 from crossdevice.execution.processes.verifying import Verification
 from crossdevice.execution.tracing import Work, recorded
@@ -28,13 +36,11 @@ from crossdevice.process_groups.shared.shared_arrays import NOWHERE, Place
 from crossdevice.process_groups.shared.shared_memory import WINDOW_BYTES, SharedMemory
 from crossdevice.values.device import Device
 from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.quantities import counted
 from crossdevice.values.recipe import COPYING
 from crossdevice.values.weights import Weights
 
 MAX_ITEM_BYTES = max(ITEM_BYTES.values())
-
-ALONE_BYTES = 128 << 10
-"""Up to here, of what all ranks bring, every rank combines everything itself: one step instead of two."""
 
 ROUNDS_AHEAD = 64
 """Rounds of a verified call that are laid out at once: after a pass Python's own memory is in no cache."""
@@ -143,8 +149,8 @@ class Windows:
         part = "everything" if self._is_alone else "its shard"
         num_steps = len(steps) + (not self._is_alone)
         return (
-            f"brings {self.plan.travelling} to shared memory, {num_bytes} bytes, and combines {part} there, "
-            f"in {num_steps} step{'' if num_steps == 1 else 's'}"
+            f"brings {self.plan.travelling} to shared memory, {counted(num_bytes, 'byte')}, and combines "
+            f"{part} there, in {counted(num_steps, 'step')}"
         )
 
     # ---------------------------------------------------------------- one call

@@ -59,6 +59,7 @@ from crossdevice.process_groups.engines.torch_engine import UPPER_TAGS, TorchEng
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.recording.recorder import as_one_call, digests_of, is_recording, write_call
 from crossdevice.values.options import CommunicationOptions
+from crossdevice.values.quantities import counted
 
 Tensors = Sequence[torch.Tensor]
 
@@ -231,8 +232,8 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
         for output, lengths in zip(outputs, sizes, strict=True):
             if output.numel() != lengths[self._rank]:
                 raise ArgumentError(
-                    f"crossdevice reduce_scatter: output has {output.numel()} elements, and the part of rank "
-                    f"{self._rank} has {lengths[self._rank]}"
+                    f"crossdevice reduce_scatter: output has {counted(output.numel(), 'element')}, and the "
+                    f"part of rank {self._rank} has {lengths[self._rank]}"
                 )
         return self._reduce_scatter("reduce_scatter", outputs, wholes, opts, sizes)
 
@@ -799,7 +800,7 @@ def _split(whole: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
 
 def _what(tensor: torch.Tensor) -> str:
     """Describes a tensor for errors and other ranks."""
-    return f"{tensor.numel()} elements of {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{counted(tensor.numel(), 'element')} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _results(lists: Sequence[Tensors]) -> list[Any]:

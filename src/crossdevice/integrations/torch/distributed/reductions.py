@@ -48,8 +48,8 @@ _BITWISE: dict[Any, Any] = {
     _KIND.BXOR: np.bitwise_xor,
 }
 
-SMALL_BYTES = 64 << 10
-"""Up to here two copies take less time than reading a call does."""
+BOUND_BYTES = 64 << 10
+"""Up to here a bound call, with two copies, takes less time than reading a call does."""
 
 MAX_BOUND = 64
 """Small reductions of one operation and dtype that are kept bound."""
@@ -124,7 +124,7 @@ class Reduction:
             ops.reduce(self.name, flat, _place(flat), options, out=flat, weights=self.weights)
 
     def _is_small(self, flat: Any) -> bool:
-        return self.weights is None and isinstance(flat, np.ndarray) and flat.nbytes <= SMALL_BYTES
+        return self.weights is None and isinstance(flat, np.ndarray) and flat.nbytes <= BOUND_BYTES
 
     def _bound_to(
         self, ops: CollectiveAllReduce, flat: Flat, shape: tuple[int, ...], options: CommunicationOptions
