@@ -12,9 +12,8 @@ import numpy as np
 from crossdevice.backends.protocol import Array, Autograd, LinearMap
 from crossdevice.backends.registry import backend_of_type
 from crossdevice.errors import OutError
-from crossdevice.execution.reading.gathers import read_sizes_of_all
 from crossdevice.execution.reading.outputs import wrapped
-from crossdevice.execution.reading.shards import part_lengths
+from crossdevice.execution.reading.shards import part_lengths, read_sizes_of_all
 from crossdevice.execution.reading.values import Leaf, Value
 from crossdevice.values.device import Device, host_device
 from crossdevice.values.distributed import (

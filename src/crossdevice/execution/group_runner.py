@@ -19,9 +19,9 @@ from crossdevice.execution.local.prepared import CheckedCall, Prepared
 from crossdevice.execution.local.scattering import read_scatter
 from crossdevice.execution.pending import Pending, start
 from crossdevice.execution.processes.between_processes import BetweenProcesses
-from crossdevice.execution.reading.gathers import Placed, read_all_to_all
 from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Outs
 from crossdevice.execution.reading.outputs import read_out, wrapped
+from crossdevice.execution.reading.shards import Placed, read_all_to_all
 from crossdevice.execution.reading.values import Value
 from crossdevice.execution.runner import LocalRunner, ReadCall
 from crossdevice.process_groups.group import ProcessGroup

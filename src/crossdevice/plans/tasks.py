@@ -405,6 +405,12 @@ class ReducedLeaf(NamedTuple):
                 yield Task(0, rank, inputs, self.of_replicas, (Ref.whole(partial),))
 
 
+def packed_bytes(leaves: Sequence[ReducedLeaf]) -> int:
+    """Computes the bytes of one array of each leaf, in a pack: all but the last end with a line."""
+    elements = sum([aligned(leaf.length) for leaf in leaves[:-1]]) + leaves[-1].length
+    return elements * ITEM_BYTES[leaves[0].travelling]
+
+
 class ContributionsOfRanks:
     """The contributions to a leaf of all ranks in order, or of one rank that sees only its own."""
 

@@ -118,19 +118,15 @@ def _check_one_run(files: Sequence[BitsFile]) -> None:
     first, *others = files
     for file in others:
         if file.header.size != first.header.size:
+            own, other = (counted(each.header.size, "process", "processes") for each in (file, first))
             raise FileError(
-                f"{file.path} is of a run of {_processes(file.header.size)}, {first.path} of one of "
-                f"{_processes(first.header.size)}; remove what an earlier run has left"
+                f"{file.path} is of a run of {own}, {first.path} of one of {other}; "
+                "remove what an earlier run has left"
             )
     for rank, number in Counter(file.header.rank for file in files).items():
         if number > 1:
             same = ", ".join(str(file.path) for file in files if file.header.rank == rank)
             raise FileError(f"{same} are all of rank {rank}; expected the files of one run")
-
-
-def _processes(number: int) -> str:
-    """Describes the number of processes."""
-    return "one process" if number == 1 else f"{number} processes"
 
 
 def _moment(event: Event, occurrence: int) -> Moment:

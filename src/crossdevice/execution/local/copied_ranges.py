@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import HOST_MEMORY, Array, Backend
 from crossdevice.execution.local.passes import in_sequence, is_view_of
 from crossdevice.execution.local.planning import Planner
-from crossdevice.execution.reading.gathers import Gathering, check_gather, read_all_to_all
 from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Out, Outs
 from crossdevice.execution.reading.outputs import (
     are_apart,
@@ -27,7 +26,7 @@ from crossdevice.execution.reading.outputs import (
     wrapped,
     written_view,
 )
-from crossdevice.execution.reading.shards import part_lengths
+from crossdevice.execution.reading.shards import Gathering, check_gather, part_lengths, read_all_to_all
 from crossdevice.execution.reading.values import Leaf, Value, one_backend
 from crossdevice.execution.tracing import READING, Work, flight_recorder, now, transfer
 from crossdevice.kernels.host.fused_pass import bound_batch, fused_batch

@@ -34,9 +34,8 @@ from crossdevice.execution.processes.verifying import (
     Verification,
     verified_copies,
 )
-from crossdevice.execution.reading.gathers import AllToAll, Gathering, Placed, check_gather
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
-from crossdevice.execution.reading.shards import array_of_rows
+from crossdevice.execution.reading.shards import AllToAll, Gathering, Placed, array_of_rows, check_gather
 from crossdevice.execution.reading.values import Leaf, at, one_backend, read_value
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.process_groups.group import ProcessGroup

@@ -17,10 +17,9 @@ from crossdevice.execution.processes.agreement import (
 from crossdevice.execution.processes.copied_rows import Copies, LeafRows
 from crossdevice.execution.processes.gpu_peers import offered_gpu
 from crossdevice.execution.processes.verifying import verified_copies
-from crossdevice.execution.reading.gathers import Sizes
 from crossdevice.execution.reading.leaf_spec import Columns, Outs
 from crossdevice.execution.reading.outputs import Expected, check_outs_of_shapes, delivered
-from crossdevice.execution.reading.shards import Rows, array_of_rows, joined_rows, rows_of
+from crossdevice.execution.reading.shards import Rows, Sizes, array_of_rows, joined_rows, rows_of
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import Device

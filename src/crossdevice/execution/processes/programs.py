@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from crossdevice.backends.protocol import Array
 from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.kernels.host.fused_pass import fused_batch, repeated_pass
-from crossdevice.plans.tasks import ReducedLeaf, Task, TaskPlan
+from crossdevice.plans.tasks import ReducedLeaf, Ref, Task, TaskPlan
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared.shared_memory import SharedMemory
@@ -65,6 +65,12 @@ class Program(Protocol):
 
     def explained(self) -> str:
         """Human-readable description of what this rank does, for arrays in private memory."""
+
+
+def targets_of(results: Results, ref: Ref) -> list[Flat]:
+    """Returns a range of all arrays that are to hold a result."""
+    buffer, start, stop = ref
+    return [array[start:stop] for array in results[buffer.leaf, buffer.replica]]
 
 
 class TaskPasses:

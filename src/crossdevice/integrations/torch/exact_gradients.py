@@ -205,10 +205,7 @@ class ExactGradients:
                     if n not in taken
                 ]
             )
-        for number, _ in found:
-            self._parameters[number].grad = None
-        self._weight += factor
-        self._micro_batches += bool(found or factor)
+        self._count(found, factor)
 
     @torch.no_grad()
     def finish(self, op: ReduceOp | str = ReduceOp.MEAN) -> ExactStep:
@@ -332,6 +329,10 @@ class ExactGradients:
             raise own_error
         if problem:
             raise MismatchError(problem)
+        self._count(found, factor)
+
+    def _count(self, found: Sequence[tuple[int, torch.Tensor]], factor: int) -> None:
+        """Counts a micro-batch that has been added, and drops its gradients."""
         for number, _ in found:
             self._parameters[number].grad = None
         self._weight += factor

@@ -26,6 +26,7 @@ from crossdevice.process_groups.shared.shared_memory import (
     shared_memory_unavailable,
 )
 from crossdevice.process_groups.shared.shared_steps import start_time_of
+from crossdevice.values.disagreement import numbered
 
 if TYPE_CHECKING:
     from crossdevice.process_groups.group_call import GroupCall
@@ -57,9 +58,7 @@ class Hosts:
         self.all_gather_rounds = self._rounds(rank)
 
     def __str__(self) -> str:
-        return "; ".join(
-            f"rank{'s' if len(host) > 1 else ''} {', '.join(map(str, host))}" for host in self.ranks
-        )
+        return "; ".join(numbered("rank", host) for host in self.ranks)
 
     def beyond(self, messages: Sequence[Message]) -> list[Message]:
         """Returns the messages to or from other hosts."""

@@ -31,19 +31,13 @@ class SharedExchange:
     ) -> None:
         """`key` has the numbers of the call and the exchange, and the signature."""
         self._shared, self._size, self._key = shared, size, key
-        going: dict[int, list[Bytes]] = {}
-        for peer, memory in sends:
-            going.setdefault(peer, []).append(_bytes(memory))
         streams: dict[tuple[tuple[int, int], ...], _Stream] = {}
         self._going = {
             peer: streams.setdefault(tuple(map(_place, parts)), _Stream(parts))
-            for peer, parts in going.items()
+            for peer, parts in _by_peer(sends).items()
         }
         self._streams = list(streams.values())
-        coming: dict[int, list[Bytes]] = {}
-        for peer, memory in receives:
-            coming.setdefault(peer, []).append(_bytes(memory))
-        self._coming = {peer: _Stream(parts) for peer, parts in coming.items()}
+        self._coming = {peer: _Stream(parts) for peer, parts in _by_peer(receives).items()}
         self._is_done = False
         self._post()
 
@@ -136,8 +130,11 @@ class _Stream:
             yield part
 
 
-def _bytes(memory: Bytes) -> Bytes:
-    return memory.reshape(-1).view(np.uint8)
+def _by_peer(messages: Sequence[Message]) -> dict[int, list[Bytes]]:
+    found: dict[int, list[Bytes]] = {}
+    for peer, memory in messages:
+        found.setdefault(peer, []).append(memory.reshape(-1).view(np.uint8))
+    return found
 
 
 def _place(part: Bytes) -> tuple[int, int]:

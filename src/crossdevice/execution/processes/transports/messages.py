@@ -14,17 +14,24 @@ import numpy as np
 
 from crossdevice.backends.protocol import dtype_named
 from crossdevice.errors import PlanError
-from crossdevice.execution.processes.programs import Emit, Flat, Inputs, Results, SmallArrays, TaskPasses
+from crossdevice.execution.processes.programs import (
+    Emit,
+    Flat,
+    Inputs,
+    Results,
+    SmallArrays,
+    TaskPasses,
+    targets_of,
+)
 from crossdevice.execution.processes.reduced_batch import Wanted
 from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.host.fused_pass import fused_batch
 from crossdevice.kernels.host.resources.pool import result_pool
-from crossdevice.plans.tasks import ReducedLeaf, Ref, TaskPlan, aligned
+from crossdevice.plans.tasks import ReducedLeaf, Ref, TaskPlan, aligned, packed_bytes
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.protocol import Message
 from crossdevice.values.device import Device
-from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.quantities import counted
 from crossdevice.values.recipe import COPYING
 from crossdevice.values.weights import Weights
@@ -38,9 +45,8 @@ PACKED_BYTES = 64 << 10
 
 def are_small(leaves: Sequence[ReducedLeaf]) -> bool:
     """Returns True if every rank is to combine everything; the rank with most replicas decides."""
-    elements = sum([aligned(leaf.length) for leaf in leaves[:-1]]) + leaves[-1].length
     most = max(leaves[0].num_arrays(rank) for rank in range(len(leaves[0].counts)))
-    return elements * ITEM_BYTES[leaves[0].travelling] * most <= GATHERED_BYTES
+    return packed_bytes(leaves) * most <= GATHERED_BYTES
 
 
 def messages_unavailable(_: Wanted) -> str | None:
@@ -260,7 +266,7 @@ class Messages:
             views += parcel.views(memory) if len(parcel.refs) > 1 else [None]
         tasks = []
         for (numbers, ref), view in itertools.zip_longest(self._combined, views):
-            targets = _slices(results, ref)
+            targets = targets_of(results, ref)
             tasks.append(
                 ([arrays[number] for number in numbers], targets if view is None else [*targets, view])
             )
@@ -283,7 +289,7 @@ class Messages:
             for peer in self._peers:
                 for parcel, memory in zip(self._delivered[peer], parts[peer], strict=True):
                     for ref, view in zip(parcel.refs, parcel.views(memory), strict=True):
-                        targets = _slices(results, ref)[len(parcel.refs) == 1 :]
+                        targets = targets_of(results, ref)[len(parcel.refs) == 1 :]
                         if targets:
                             tasks.append(([view], targets))
             fused_batch(tasks, COPYING)
@@ -295,12 +301,6 @@ def _slice(arrays: Mapping[Any, Sequence[Flat]], ref: Ref) -> Flat:
     if buffer.role == "input":
         return arrays[buffer.leaf][buffer.replica][start:stop]
     return arrays[buffer.leaf, buffer.replica][0][start:stop]
-
-
-def _slices(results: Results, ref: Ref) -> list[Flat]:
-    """A range of all arrays that are to hold a result."""
-    buffer, start, stop = ref
-    return [array[start:stop] for array in results[buffer.leaf, buffer.replica]]
 
 
 def _messages(ours: Mapping[int, Sequence[Flat]], theirs: Mapping[int, Sequence[Flat]]) -> list[Message]:

@@ -21,6 +21,7 @@ from crossdevice.execution.processes.programs import (
     Results,
     SmallArrays,
     TaskPasses,
+    targets_of,
 )
 from crossdevice.execution.processes.reduced_batch import Wanted, WantedCopies, not_shared
 from crossdevice.execution.processes.verifying import Verification
@@ -29,7 +30,16 @@ from crossdevice.kernels.host.fused_pass import STREAMED_BYTES, fused_batch, fus
 from crossdevice.kernels.host.meeting import compiled_meeting
 from crossdevice.kernels.host.summed_pass import Summed, bound_sums
 from crossdevice.kernels.position_keys import ROW_BYTES
-from crossdevice.plans.tasks import LINE_ELEMENTS, ReducedLeaf, Ref, Round, Task, TaskPlan, aligned, rounds_of
+from crossdevice.plans.tasks import (
+    LINE_ELEMENTS,
+    ReducedLeaf,
+    Ref,
+    Round,
+    Task,
+    TaskPlan,
+    packed_bytes,
+    rounds_of,
+)
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared.shared_arrays import NOWHERE, Place
@@ -63,10 +73,8 @@ def window_copies_unavailable(wanted: WantedCopies) -> str | None:
 
 def are_small(leaves: Sequence[ReducedLeaf]) -> bool:
     """Returns True if every rank is to combine everything."""
-    elements = sum([aligned(leaf.length) for leaf in leaves[:-1]]) + leaves[-1].length
     numbers = [leaves[0].num_arrays(rank) for rank in range(len(leaves[0].counts))]
-    bytes_of_one = elements * ITEM_BYTES[leaves[0].travelling]
-    return bytes_of_one * sum(numbers) <= ALONE_BYTES
+    return packed_bytes(leaves) * sum(numbers) <= ALONE_BYTES
 
 
 def prepare_windows(
@@ -243,7 +251,7 @@ class Windows:
         return tasks
 
     def _collect(self, before: _Steps, results: Results) -> None:
-        tasks = [([view], _targets(results, ref)) for view, ref, _ in before.collected]
+        tasks = [([view], targets_of(results, ref)) for view, ref, _ in before.collected]
         fused_batch(tasks, COPYING, is_streamed=self._is_streamed)
 
     def _tell_of_brought(self, now: _Steps) -> None:
@@ -348,7 +356,7 @@ class Windows:
         return bound_sums(tasks, summed, self._recipe.with_weights(weights))
 
     def _collecting(self, now: _Steps, results: Results, verification: Verification) -> Callable[[], None]:
-        tasks = [([view], _targets(results, ref)) for view, ref, _ in now.collected]
+        tasks = [([view], targets_of(results, ref)) for view, ref, _ in now.collected]
         summed = [
             verification.of_result(task, targets[0])
             for (_, _, task), (_, targets) in zip(now.collected, tasks, strict=True)
@@ -457,8 +465,3 @@ def _own(inputs: Inputs, ref: Ref) -> Flat:
 def _partials(now: _Steps, inputs: Inputs) -> list[tuple[list[Flat], list[Flat]]]:
     """Lists the inputs and outputs of what is combined before it is shown."""
     return [([_own(inputs, ref) for ref in maker.inputs], [view]) for maker, view in now.partials]
-
-
-def _targets(results: Results, ref: Ref) -> list[Flat]:
-    buffer, start, stop = ref
-    return [array[start:stop] for array in results[buffer.leaf, buffer.replica]]
