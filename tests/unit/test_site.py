@@ -1,12 +1,13 @@
 """The documentation site in a real browser: nothing is clipped, on screens of any usual width."""
 
 import importlib.util
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from chromium import opened_chromium
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = {390: 844, 1280: 800, 1366: 768, 1440: 900, 1536: 864, 1680: 1050}
@@ -58,18 +59,8 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if program is None or driver is None:
-        pytest.skip("there is no Chromium with its driver on this machine")
-    options = webdriver.ChromeOptions()
-    options.binary_location = program
-    for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"):
-        options.add_argument(flag)
-    service = webdriver.ChromeService(executable_path=driver)
-    browser = webdriver.Chrome(options=options, service=service)
-    yield browser
-    browser.quit()
+    with opened_chromium("--disable-dev-shm-usage") as opened:
+        yield opened
 
 
 def at_width(browser, width):

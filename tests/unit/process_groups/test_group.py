@@ -64,6 +64,15 @@ def refused(function, *arguments):
     return None
 
 
+def each_in_a_thread(be, number):
+    """Calls `be(rank)` for each rank, in a thread whose name says which."""
+    threads = [threading.Thread(target=be, args=(rank,), name=f"rank {rank}") for rank in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_calls_that_differ_are_named_on_every_rank():
     def differ(group):
         return refused(gather, group, "reduce" if group.rank == 1 else "gather", b"%d" % (group.rank == 1))
@@ -351,11 +360,7 @@ def test_ranks_with_different_checks_are_told_when_they_form_a_group():
     def be(rank):
         errors[rank] = refused(lambda: ProcessGroup(ThreadEngine(boxes, rank), checks=("new", "off")[rank]))
 
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    each_in_a_thread(be, 2)
     for error in errors.values():
         assert isinstance(error, OptionError)
         assert re.search(r"rank 1 \(.*\) has checks 'off'; rank 0 \(.*\) has 'new'", str(error))
@@ -382,11 +387,7 @@ def test_a_rank_with_another_key_is_refused(monkeypatch):
     def be(rank):
         errors[rank] = refused(lambda: ProcessGroup(ThreadEngine(boxes, rank)))
 
-    threads = [threading.Thread(target=be, args=(rank,), name=f"rank {rank}") for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    each_in_a_thread(be, 2)
     for rank, error in errors.items():
         assert isinstance(error, OptionError)
         assert f"CROSSDEVICE_GROUP_KEY must be the same on all ranks: rank {1 - rank} (" in str(error)
@@ -435,11 +436,7 @@ def test_ranks_with_another_version_are_refused(monkeypatch):
     def be(rank):
         errors[rank] = refused(lambda: ProcessGroup(ThreadEngine(boxes, rank)))
 
-    threads = [threading.Thread(target=be, args=(rank,), name=f"rank {rank}") for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    each_in_a_thread(be, 3)
     for error in errors.values():
         assert isinstance(error, OptionError)
         assert re.search(
@@ -513,11 +510,7 @@ def test_an_engine_that_fails_is_abandoned_and_its_board_is_not_asked_twice_at_o
         group.close()
 
     errors = {}
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    each_in_a_thread(be, 2)
     for rank in range(2):
         assert isinstance(errors[rank], ProcessGroupError)
         assert "the board of notes cannot be reached" in str(errors[rank])
@@ -636,11 +629,7 @@ def test_others_are_told_of_a_rank_that_is_interrupted_while_it_waits():
         done.wait()
         group.close()
 
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    each_in_a_thread(be, 3)
     assert isinstance(errors[0], KeyboardInterrupt)
     assert isinstance(errors[1], ProcessGroupError)
     assert "gave up: call 1 (gather) was interrupted: KeyboardInterrupt()" in str(errors[1])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import struct
 from pathlib import Path
 
 import pytest
 
+from chromium import opened_chromium
 from crossdevice.cli.main import main
 
 PICTURE = Path(__file__).parents[4] / "docs" / "plan_page.png"
@@ -63,29 +63,15 @@ def test_every_algorithm_ends_with_the_result_everywhere(tmp_path, capsys, name)
 
 @pytest.fixture
 def browser(tmp_path):
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if program is None or driver is None:
-        pytest.skip("there is no Chromium with its driver on this machine")
-    options = webdriver.ChromeOptions()
-    options.binary_location = program
-    for flag in (
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--no-first-run",
+    with opened_chromium(
         "--disable-background-networking",
         "--disable-component-update",
         "--disable-sync",
         "--force-color-profile=srgb",
         "--window-size=1000,1250",
         f"--user-data-dir={tmp_path / 'profile'}",
-    ):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield opened
-    opened.quit()
+    ) as opened:
+        yield opened
 
 
 def test_a_browser_plays_the_plan_from_the_keyboard_and_says_what_happens(browser, ring_page):
