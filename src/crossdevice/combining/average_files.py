@@ -373,12 +373,9 @@ def _mean(part: _Range, precision: Precision, integers: Integers, room: NDArray[
             recipe = Recipe(ReduceOp.SUM, precision, len(arrays))
         fused_pass(arrays, [result], recipe)
         return result
-    running = RunningSum(result.size, max((array.dtype for array in arrays), key=_width), precision)
+    widest = max((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)
+    running = RunningSum(result.size, widest, precision)
     for array, factor in zip(arrays, tensor.weights.factors, strict=True):
         running.add([array], [factor])
     running.write(result, tensor.weights.exact_divisor)
     return result
-
-
-def _width(dtype: np.dtype[Any]) -> int:
-    return dtype.itemsize

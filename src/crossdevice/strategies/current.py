@@ -11,7 +11,7 @@ from crossdevice.algorithms.reduction_to_one_device import ReductionToOneDevice
 from crossdevice.errors import ContextError, ConversionError, OptionError
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.data.input import ValueContext
-from crossdevice.strategies.data.regrouping import checked_arguments
+from crossdevice.strategies.data.regrouping import check_listed_arguments, checked_arguments
 from crossdevice.strategies.extended import StrategyExtended, grouped
 from crossdevice.strategies.running.loaded_libraries import refuse_recomputing
 from crossdevice.strategies.running.place import (
@@ -104,8 +104,7 @@ class DefaultStrategy(Strategy):
         options: CommunicationOptions | None = None,  # noqa: ARG002
     ) -> Any:
         """Calls the function."""
-        if not isinstance(args, (list, tuple)):
-            raise ConversionError(f"args must be a list or tuple, got {kind_text(args)}")
+        check_listed_arguments(args)
         check_same(self, "run")
         with running_as(RunningCode()):  # as without a strategy, in a merge function too
             return fn(*args, **(kwargs or {}))

@@ -295,10 +295,7 @@ class StrategyExtended:
         self, var: Any, fn: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]], group: bool
     ) -> Any:
         if not isinstance(var, DistributedVariable):
-            raise ConversionError(
-                f"update takes a variable of this strategy, got {kind_text(var)}; "
-                "make one with strategy.create_variable"
-            )
+            raise _foreign("update", var)
         enter = backend_of_variable(var.values[0].operand()).thread_state(var.devices)
         enter = enter or contextlib.nullcontext
         results = []
@@ -398,10 +395,7 @@ class StrategyExtended:
             ConversionError: it is no variable of this strategy.
         """
         if not self.variable_created_in_scope(colocate_with_variable):
-            raise ConversionError(
-                "colocate_vars_with takes a variable of this strategy, got "
-                f"{kind_text(colocate_with_variable)}; make one with strategy.create_variable"
-            )
+            raise _foreign("colocate_vars_with", colocate_with_variable)
         yield
 
     def call_for_each_replica(
@@ -521,6 +515,13 @@ def _is_zero(value: Any) -> bool:
     if isinstance(value, NUMBERS):
         return value == 0
     return isinstance(value, np.ndarray) and not value.any()
+
+
+def _foreign(call: str, value: Any) -> ConversionError:
+    return ConversionError(
+        f"{call} takes a variable of this strategy, got {kind_text(value)}; "
+        "make one with strategy.create_variable"
+    )
 
 
 def _array_of(leaf: Any) -> Any:

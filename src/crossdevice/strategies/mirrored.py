@@ -14,10 +14,17 @@ from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.protocol import ThreadState
 from crossdevice.backends.registry import backend_named
 from crossdevice.choosing import choose_algorithm
-from crossdevice.errors import ConversionError, DeviceError, OptionError
+from crossdevice.errors import OptionError
 from crossdevice.strategies.base import Strategy
 from crossdevice.strategies.data.input import ValueContext
-from crossdevice.strategies.data.regrouping import checked_arguments, is_array, is_sparse, regroup, spread
+from crossdevice.strategies.data.regrouping import (
+    check_listed_arguments,
+    checked_arguments,
+    is_array,
+    is_sparse,
+    regroup,
+    spread,
+)
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.running import loaded_libraries
 from crossdevice.strategies.running.loaded_libraries import refuse_tracing
@@ -25,9 +32,9 @@ from crossdevice.strategies.running.place import enter_replica_context, run_of
 from crossdevice.strategies.running.random_streams import RandomStreams
 from crossdevice.strategies.running.rendezvous import Deadline, Rendezvous, ReplicaThreads, thread_state
 from crossdevice.strategies.running.replica_context import ReplicaContext
-from crossdevice.values.device import Device, host_device
+from crossdevice.values.device import Device, check_listed, host_device
 from crossdevice.values.options import CommunicationOptions, as_options
-from crossdevice.values.quantities import counted, kind_text
+from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
 
 logger = logging.getLogger("crossdevice")
@@ -125,8 +132,7 @@ class MirroredStrategy(Strategy):
         >>> strategy.run(lambda x: 2 * x, args=(PerReplica([1.0, 5.0]),)).values
         (2.0, 10.0)
         """
-        if not isinstance(args, (list, tuple)):
-            raise ConversionError(f"args must be a list or tuple, got {kind_text(args)}")
+        check_listed_arguments(args)
         arguments = checked_arguments("run", args, kwargs)
         refuse_tracing("run")
         deadline = Deadline.after(as_options(options).timeout_seconds)
@@ -213,8 +219,7 @@ def default_devices(process: int = 0, num_processes: int = 1) -> tuple[Device, .
 
 
 def _checked_devices(devices: Sequence[Device | str]) -> tuple[Device, ...]:
-    if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
-        raise DeviceError(f"devices must be a list of device names, got {devices!r}")
+    check_listed(devices)
     read = tuple(Device.parse(device) for device in devices)
     library = "torch" if loaded_libraries.is_torch_loaded() else "numpy"
     for device in read:

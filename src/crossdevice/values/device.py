@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any, Self, TypeAlias
 
 from crossdevice.errors import DeviceError
@@ -171,6 +172,12 @@ _HOST = Device("cpu")
 def host_device(index: int) -> Device:
     """Returns the logical host device `cpu:index`."""
     return Device("cpu", index)
+
+
+def check_listed(devices: object) -> None:
+    """Refuses what is no list of devices."""
+    if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
+        raise DeviceError(f"devices must be a list of device names, got {devices!r}")
 
 
 def device_of(value: object) -> Device | None:

@@ -129,7 +129,7 @@ def _shown(given: Any) -> str:
     try:
         text = repr(given)
     except ValueError:
-        text = f"an {type(given).__name__} of too many digits"
+        text = f"{kind_text(given)} of too many digits"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -363,7 +363,8 @@ def _questions(
 ) -> Iterator[tuple[str, type[MismatchError], list[str], str]]:
     """Lists what ranks compare, the largest differences first: a verb, the error, the answers, a place."""
     yield "calls", MismatchError, [each.operation for each in descriptions], ""
-    yield "has", StructureMismatchError, [_values_text(len(each.structures)) for each in descriptions], ""
+    values = [f"{counted(len(each.structures), 'value')} in its batch" for each in descriptions]
+    yield "has", StructureMismatchError, values, ""
     for entry, structures in enumerate(zip(*(each.structures for each in descriptions), strict=True)):
         place = f" in entry {entry} of the batch" if len(descriptions[0].structures) > 1 else ""
         yield "has", StructureMismatchError, list(structures), place
@@ -373,10 +374,6 @@ def _questions(
         yield "has dtype", DtypeMismatchError, [leaf.dtype for leaf in column], place
         yield "has shape", ShapeMismatchError, [_shape_text(leaf.shape) for leaf in column], place
         yield "has dense_shape", ShapeMismatchError, [str(leaf.dense_shape) for leaf in column], place
-
-
-def _values_text(number: int) -> str:
-    return f"{counted(number, 'value')} in its batch"
 
 
 def _shape_text(shape: Sequence[int | None]) -> str:

@@ -45,11 +45,7 @@ class ReproducibleMean:
     def __init__(
         self, group: "ProcessGroup | dist.ProcessGroup | None" = None, precision: Precision = "accurate"
     ) -> None:
-        if group is not None and not isinstance(group, (ProcessGroup, dist.ProcessGroup)):
-            raise OptionError(
-                "group must be a group of crossdevice or of torch.distributed that this process is in, "
-                f"got {group!r}"
-            )
+        check_group(group)
         self._options = CommunicationOptions(precision=precision)
         self._given = group if isinstance(group, ProcessGroup) else None
         self._processes = group if isinstance(group, dist.ProcessGroup) else None
@@ -156,6 +152,15 @@ class ReproducibleMean:
                 f"a bucket is from a model on ranks {ranks}, and this ReproducibleMean is for ranks "
                 f"{self._ranks}: make one for each group of processes"
             )
+
+
+def check_group(group: object) -> None:
+    """Refuses what is neither a group nor None."""
+    if not isinstance(group, (ProcessGroup, dist.ProcessGroup, type(None))):
+        raise OptionError(
+            "group must be a group of crossdevice or of torch.distributed that this process is in, "
+            f"got {group!r}"
+        )
 
 
 def _parts(names: list[str], whole: torch.Tensor, gradients: list[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 from crossdevice.algorithms.base import CrossDeviceOps
 from crossdevice.backends.torch_backend import torch_device
-from crossdevice.errors import DeviceError, OptionError
+from crossdevice.errors import OptionError
 from crossdevice.integrations.torch.batches import Share, joined, leaves, shares_of
 from crossdevice.integrations.torch.gradient_arenas import BUCKET_BYTES
 from crossdevice.integrations.torch.mirroring import HeldGradients, KeptCopies, mirrored_in_buckets
@@ -20,7 +20,7 @@ from crossdevice.integrations.torch.spans import span, watch_backward
 from crossdevice.integrations.torch.tensor_kinds import refuse_special
 from crossdevice.strategies.current import get_replica_context
 from crossdevice.strategies.mirrored import MirroredStrategy
-from crossdevice.values.device import Device
+from crossdevice.values.device import Device, check_listed
 from crossdevice.values.options import whole_number
 
 DeviceLike: TypeAlias = "Device | str | int | torch.device"
@@ -243,8 +243,7 @@ class DataParallel(torch.nn.Module):
 def _read_devices(devices: Sequence[DeviceLike] | None) -> list[Device] | None:
     if devices is None:
         return None
-    if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
-        raise DeviceError(f"devices must be a list of device names, got {devices!r}")
+    check_listed(devices)
     if not devices:
         raise OptionError("devices is empty; expected at least one, or None for all that there are")
     return [_read_device(device) for device in devices]

@@ -30,12 +30,13 @@ from crossdevice.errors import (
     OptionError,
 )
 from crossdevice.execution.fingerprints import ROOT
-from crossdevice.integrations.torch.communication_hook import formed_group
+from crossdevice.integrations.torch.communication_hook import check_group, formed_group
 from crossdevice.integrations.torch.gradient_sums import (
     DenseSum,
     GradientSum,
     RowSum,
     SumsOnGpu,
+    no_weight,
     whole_weight,
 )
 from crossdevice.integrations.torch.tensor_kinds import is_instance_of
@@ -120,11 +121,7 @@ class ExactGradients:
         ]
         if not named:
             raise OptionError("there are no parameters; got an empty iterable: was it used up before?")
-        if group is not None and not isinstance(group, (ProcessGroup, dist.ProcessGroup)):
-            raise OptionError(
-                "group must be a group of crossdevice or of torch.distributed that this process is in, "
-                f"got {group!r}"
-            )
+        check_group(group)
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             raise OptionError(f"bucket_bytes must be a whole number, 1 or more; got {bucket_bytes!r}")
         self._names = [name for name, _ in named]
@@ -252,9 +249,7 @@ class ExactGradients:
         if not any(facts["micro_batches"] for facts in of_ranks):
             raise ContextError("no worker has added any gradients, so there is nothing to finish")
         if op is ReduceOp.MEAN and not weight:
-            raise OptionError(
-                "the weights of all workers add up to 0; a mean needs a positive sum of weights"
-            )
+            raise no_weight()
         self._on_gpu.move_to_host(self._sums)
         kinds = {int(n): kind for facts in of_ranks for n, kind in facts["sums"].items()}
         apart = self.apart

@@ -154,6 +154,11 @@ class RowSum:
 GradientSum = DenseSum | RowSum
 
 
+def no_weight() -> OptionError:
+    """Makes the error of a step in which no micro-batch counts."""
+    return OptionError("the weights of all workers add up to 0; a mean needs a positive sum of weights")
+
+
 def whole_weight(weight: int) -> int:
     """Returns the weight of a micro-batch, if it is a whole number that float64 holds."""
     try:

@@ -28,7 +28,7 @@ from crossdevice.errors import (
     ReduceOpError,
 )
 from crossdevice.integrations.torch.communication_hook import formed_group
-from crossdevice.integrations.torch.gradient_sums import whole_weight
+from crossdevice.integrations.torch.gradient_sums import no_weight, whole_weight
 from crossdevice.integrations.torch.tensor_kinds import is_instance_of
 from crossdevice.kernels.host.running_sum import RunningSum
 from crossdevice.process_groups.group import ProcessGroup
@@ -371,9 +371,7 @@ class _ShardSum:
             out.zero_()  # dropped when the block ends
             return
         if not self._weight:
-            self._owner._problem = OptionError(
-                "the weights of all workers add up to 0; a mean needs a positive sum of weights"
-            )
+            self._owner._problem = no_weight()
             out.zero_()
             return
         mean = np.empty(self._running.size, self._running.dtype)

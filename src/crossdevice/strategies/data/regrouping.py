@@ -23,7 +23,6 @@ from crossdevice.values.quantities import counted, kind_text
 def regroup(
     components: Sequence[Any],
     devices: Sequence[Device],
-    wrap: type[DistributedValues] = PerReplica,
     always_wrap: bool = False,
     among: int | None = None,
 ) -> Any:
@@ -48,7 +47,7 @@ def regroup(
         first = column[0]
         if not always_wrap and not is_countable(first) and all(leaf is first for leaf in column):
             return first
-        return wrap.of(column, placed_on(column, devices))
+        return PerReplica.of(column, placed_on(column, devices))
 
     columns = zip(*(leaves for leaves, _ in flattened), strict=True)
     return optree.tree_unflatten(structures[0], list(itertools.starmap(regrouped, columns)))
@@ -144,6 +143,12 @@ def _check_components(value: DistributedValues, number: int) -> None:
             f"{kind_text(value)} has {counted(len(value.values), 'component')}; expected {number}, "
             "one for each replica"
         )
+
+
+def check_listed_arguments(args: object) -> None:
+    """Refuses positional arguments of `run` that are not in a list or tuple."""
+    if not isinstance(args, (list, tuple)):
+        raise ConversionError(f"args must be a list or tuple, got {kind_text(args)}")
 
 
 def checked_arguments(

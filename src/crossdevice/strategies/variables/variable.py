@@ -335,9 +335,7 @@ def initial_array(initial_value: Any, dtype: Any, shape: Any, name: str) -> Any:
         array = array_of_numbers(array)
     backend = backend_of_type(type(array))
     if backend is None or not hasattr(array, "dtype"):
-        raise ConversionError(
-            f"variable {name!r} was given {kind_text(array)}; expected an array or a number"
-        )
+        raise _no_array(array, name)
     _check_plain(array, backend, name)
     if shape is not None and _shape_of_sizes(shape, name) != backend.shape_of(array):
         raise ShapeMismatchError(
@@ -375,9 +373,7 @@ def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
             ) from None
     source = backend_of_type(type(value))
     if source is None or isinstance(value, DistributedValues):
-        raise ConversionError(
-            f"variable {name!r} was given {kind_text(value)}; expected an array or a number"
-        )
+        raise _no_array(value, name)
     _check_plain(value, source, name)
     found = source.dtype_of(value)
     if found != dtype and not found.startswith(_NUMBERS):
@@ -399,6 +395,10 @@ def converted(value: Any, backend: Backend, dtype: str, name: str) -> Any:
 def _is_huge(value: Any) -> bool:
     """Returns True for a Python integer that no integer dtype holds."""
     return isinstance(value, int) and not -(2**63) <= value < 2**64
+
+
+def _no_array(value: Any, name: str) -> ConversionError:
+    return ConversionError(f"variable {name!r} was given {kind_text(value)}; expected an array or a number")
 
 
 def _check_plain(array: Any, backend: Backend, name: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from crossdevice.errors import CrossDeviceError
+from crossdevice.values.quantities import counted
 
 Tensors = Sequence[torch.Tensor]
 
@@ -54,11 +55,12 @@ def check_alike(name: str, tensors: Tensors) -> None:
             )
 
 
-def check_single(name: str, tensors: Tensors) -> None:
+def check_single(name: str, tensors: Tensors, of: str = "") -> None:
     """Refuses more tensors than one, as gloo does."""
     if len(tensors) != 1:
         raise ArgumentError(
-            f"crossdevice {name}: requires a single-element tensor list; got {len(tensors)} tensors"
+            f"crossdevice {name}: requires a single-element {of}tensor list; got "
+            f"{counted(len(tensors), 'tensor')}"
         )
 
 
@@ -177,10 +179,7 @@ def check_root_lists(
     """Checks lists that only the root of a gather or a scatter has."""
     other = "input" if of == "output" else "output"
     check_root(name, root, size)
-    if len(tensors) != 1:
-        raise ArgumentError(
-            f"crossdevice {name}: requires a single-element {other} tensor list; got {len(tensors)}"
-        )
+    check_single(name, tensors, f"{other} ")
     check_tensors(name, tensors)
     if rank != root:
         if any(len(each) for each in lists):
