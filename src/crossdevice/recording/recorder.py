@@ -23,14 +23,7 @@ from crossdevice.execution.collective import Call
 from crossdevice.execution.fingerprints import digests_of_arrays, fingerprint
 from crossdevice.execution.pending import Pending, is_started_work
 from crossdevice.process_groups.cluster import cluster_from_env
-from crossdevice.recording.bits_file import (
-    DIGEST_BYTES,
-    BitsWriter,
-    Event,
-    Header,
-    Kind,
-    path_of_rank,
-)
+from crossdevice.recording.bits_file import DIGEST_BYTES, BitsWriter, Event, Header, Kind, path_of_rank
 from crossdevice.values.nesting import flatten
 from crossdevice.values.replica_scope import current_replica
 

@@ -27,6 +27,7 @@ from crossdevice.combining.files.model_file import (
 from crossdevice.combining.files.zip_members import BAD_ARCHIVE, Checksum, StoredZip, check_members
 from crossdevice.errors import FileError
 from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.quantities import counted
 
 HEADER_BYTES = 1 << 14
 """More than any header of an array of numbers."""
@@ -86,7 +87,7 @@ class NumpyFile(StoredFile):
             raise ValueError(f"array {name!r} ends behind the end of the file, which is truncated")
         if member is not None and head.tell() + spec.num_bytes < available:
             raise ValueError(
-                f"array {name!r} ends {available - head.tell() - spec.num_bytes} bytes too early"
+                f"array {name!r} ends {counted(available - head.tell() - spec.num_bytes, 'byte')} too early"
             )
         self.tensors[name] = spec
         is_stored = member is None or member.compress_type == zipfile.ZIP_STORED

@@ -30,10 +30,7 @@ from crossdevice.execution.processes.group_copies import CopiedLeaf, GroupCopies
 from crossdevice.execution.processes.group_reduction import GroupReduction
 from crossdevice.execution.processes.host_reduction import HostReduction
 from crossdevice.execution.processes.reduced_batch import Prepare, ReducedBatch, Wanted
-from crossdevice.execution.processes.verifying import (
-    Verification,
-    verified_copies,
-)
+from crossdevice.execution.processes.verifying import Verification, verified_copies
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec
 from crossdevice.execution.reading.shards import AllToAll, Gathering, Placed, array_of_rows, check_gather
 from crossdevice.execution.reading.values import Leaf, at, one_backend, read_value

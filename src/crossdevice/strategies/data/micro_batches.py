@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from crossdevice.errors import OptionError
 from crossdevice.kernels.position_keys import splitmix64
 from crossdevice.values.options import whole_number
+from crossdevice.values.quantities import counted
 
 
 class MicroBatches:
@@ -68,8 +69,10 @@ class MicroBatches:
         self.num_steps = whole + (bool(rest) and not drop_last)
         """The number of steps in an epoch."""
         if not self.num_steps:
+            do = "does" if num_examples == 1 else "do"
             raise OptionError(
-                f"{num_examples} examples do not fill one step of {per_step} micro-batches of {size}; "
+                f"{counted(num_examples, 'example')} {do} not fill one step of "
+                f"{counted(per_step, 'micro-batch', 'micro-batches')} of {size}; "
                 "expected more, or drop_last=False"
             )
         self.step = 0

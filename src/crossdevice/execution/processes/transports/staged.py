@@ -25,6 +25,7 @@ from crossdevice.plans.tasks import ReducedLeaf, Ref, Round, TaskPlan, aligned, 
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.process_groups.shared.shared_memory import WINDOW_BYTES
 from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.quantities import counted
 from crossdevice.values.weights import Weights
 
 
@@ -44,7 +45,7 @@ def staged_unavailable(wanted: Wanted) -> str | None:
         if partial_dtype(spec.dtype, op, options.precision, max(counts), is_weighted=is_weighted) is not None:
             return "one partial result of each process travels, which the host makes"
         if WINDOW_BYTES // group.size < max(counts) * 64 * ITEM_BYTES[spec.dtype]:
-            return f"a window cannot show parts of {max(counts)} arrays at once"
+            return f"a window cannot show parts of {counted(max(counts), 'array')} at once"
     return None
 
 

@@ -62,7 +62,7 @@ def windows_unavailable(wanted: Wanted) -> str | None:
     if group.shared is None:
         return not_shared(group)
     if counts is not None and WINDOW_BYTES // group.size < max(counts) * LINE_ELEMENTS * MAX_ITEM_BYTES:
-        return f"a window cannot show parts of {max(counts)} arrays at once"
+        return f"a window cannot show parts of {counted(max(counts), 'array')} at once"
     return None
 
 

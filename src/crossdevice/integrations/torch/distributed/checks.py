@@ -84,7 +84,7 @@ def check_lists(name: str, lists: Sequence[Tensors], tensors: Tensors, size: int
     if len(lists) != len(tensors):
         raise ArgumentError(
             f"crossdevice {name}: requires input/output tensor lists to have the same length; got "
-            f"{len(lists)} {of} lists for {len(tensors)} tensors"
+            f"{counted(len(lists), f'{of} list')} for {counted(len(tensors), 'tensor')}"
         )
     for number, each in enumerate(lists):
         expected = size * len(tensors)
@@ -141,7 +141,8 @@ def check_coalesced(name: str, lists: Sequence[Tensors], tensors: Tensors, size:
     check_tensors(name, tensors[:1], "input ")
     if len(lists) != size:
         raise ArgumentError(
-            f"crossdevice {name}: output lists should be equal to world size: {len(lists)} for {size} ranks"
+            f"crossdevice {name}: output lists should be equal to world size: {len(lists)} for "
+            f"{counted(size, 'rank')}"
         )
     for number, each in enumerate(lists):
         if len(each) != len(tensors):
@@ -187,8 +188,8 @@ def check_root_lists(
         return
     if len(lists) != 1:
         raise ArgumentError(
-            f"crossdevice {name}: requires a single-element {of} list containing a list with {size} tensors "
-            f"on root; got {len(lists)} lists"
+            f"crossdevice {name}: requires a single-element {of} list containing a list with "
+            f"{counted(size, 'tensor')} on root; got {counted(len(lists), 'list')}"
         )
     if len(lists[0]) != size:
         raise ArgumentError(
@@ -208,7 +209,7 @@ def check_whole(name: str, whole: torch.Tensor, part: torch.Tensor, size: int) -
     if whole.numel() != part.numel() * size:
         raise ArgumentError(
             f"crossdevice {name}: input tensor must be the same size as output size times world size; got "
-            f"{whole.numel()} elements for {size} parts of {part.numel()}"
+            f"{counted(whole.numel(), 'element')} for {counted(size, 'part')} of {part.numel()}"
         )
 
 
@@ -218,11 +219,14 @@ def split_lengths(tensor: torch.Tensor, sizes: Sequence[int], size: int) -> list
     if not sizes:
         if rows % size:
             raise ArgumentError(
-                f"Tensor's dim 0 does not divide equally across group size: {rows} rows for {size} ranks"
+                f"Tensor's dim 0 does not divide equally across group size: {counted(rows, 'row')} for "
+                f"{counted(size, 'rank')}"
             )
         return [rows // size] * size
     if len(sizes) != size:
-        raise ArgumentError(f"Number of tensor splits not equal to group size: {len(sizes)} for {size} ranks")
+        raise ArgumentError(
+            f"Number of tensor splits not equal to group size: {len(sizes)} for {counted(size, 'rank')}"
+        )
     if sum(sizes) != rows:
         raise ArgumentError(
             f"Split sizes doesn't match total dim 0 size: they add up to {sum(sizes)}, not {rows}"

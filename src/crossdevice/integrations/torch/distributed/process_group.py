@@ -368,7 +368,7 @@ class CrossdeviceProcessGroup(dist.ProcessGroup):
                 if is_of_devices:  # every list gets the tensors of all devices of all ranks
                     own = torch.cat([each.reshape(-1) for each in read])
                     whole = own.new_empty(self._size * own.numel())
-                    what = f"all_gather of {number} tensors, {_what(read[0])}"
+                    what = f"all_gather of {counted(number, 'tensor')}, {_what(read[0])}"
                     self._copies_of(own).all_gather(whole.chunk(self._size), own, what, seconds)
                     parts = whole.chunk(self._size * number)
                     for place, tensor in enumerate(written):
