@@ -80,6 +80,17 @@ def test_no_assert_decides_anything():
         )
 
 
+def test_kinds_and_numbers_in_messages_have_their_article_and_their_noun():
+    """As `kind_text`, `with_article` and `counted` write them: "an int", "1 replica"."""
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        assert not re.search(r"\ba \"?\s*f?\"?\{(type\([^}]*|kind)\.__name__\}", text), path
+        assert not re.search(r"'' if [^}]* == 1 else 's'", text) or path.stem in (
+            "quantities",
+            "disagreement",
+        ), path
+
+
 def test_there_are_no_drawers():
     words = {"utils", "helpers", "common", "misc", "manager", "handler", "impl"}
     for path in PACKAGE.rglob("*.py"):

@@ -34,6 +34,7 @@ from crossdevice.values.disagreement import differing_leaves
 from crossdevice.values.distributed import DistributedValues, IndexedSlices, as_distributed
 from crossdevice.values.dtypes import ITEM_BYTES
 from crossdevice.values.nesting import flatten, is_number, leaf_paths
+from crossdevice.values.quantities import kind_text
 
 DIGEST_BYTES = 16
 
@@ -136,7 +137,7 @@ def check_same(value: Any) -> None:
     value = as_distributed(value)
     if not isinstance(value, DistributedValues):
         raise ConversionError(
-            f"check_same compares the replicas of a distributed value; got a {type(value).__name__}"
+            f"check_same compares the replicas of a distributed value; got {kind_text(value)}"
         )
     names = [replica_at(replica, device) for replica, device in enumerate(value.devices)]
     found = differing_leaves([each.leaves for each in replica_fingerprints(value)], names)
@@ -189,7 +190,7 @@ def _items(tree: Any, path: str) -> list[_Item]:
     if len(leaves) == 1 and leaves[0] is tree:
         has_state = " (its state_dict() is one)" if hasattr(tree, "state_dict") else ""
         raise ConversionError(
-            f"{path} is a {type(tree).__name__}; expected an array of {', '.join(BACKENDS)}, a number, or a "
+            f"{path} is {kind_text(tree)}; expected an array of {', '.join(BACKENDS)}, a number, or a "
             f"tree of them{has_state}"
         )
     paths = leaf_paths(structure, path)
@@ -207,7 +208,7 @@ def _array_items(array: Any, path: str) -> list[_Item]:
             return [_Item(path, np.asarray(array))]
         except ValueError:
             raise ConversionError(
-                f"{path} is a {type(array).__name__} of lists of several lengths; expected those of one array"
+                f"{path} is {kind_text(array)} of lists of several lengths; expected those of one array"
             ) from None
     slices = backend_of(array, 0, path).as_indexed_slices(array)
     return [_Item(path, array)] if slices is None else _rows(slices, path)

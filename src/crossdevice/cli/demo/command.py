@@ -164,8 +164,8 @@ def _report(runs: Runs, backend: str) -> bool:
         print(f"one digest for all with exact sums: {min(exact_digests)[:16]}... {DEPENDS_ON[backend]}")
         num_plain = len({digest for trainings in runs.values() for digest in trainings[PLAIN].digests})
         if len(runs) > 1:
-            plain = counted(num_plain, "digest")
-            print(f"{plain} with float32 sums: they depend on where micro-batches are added.")
+            digests = counted(num_plain, "digest")
+            print(f"{digests} with float32 sums: they depend on where micro-batches are added.")
     print(_about_times(runs))
     return is_one
 
