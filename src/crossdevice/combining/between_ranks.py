@@ -1,4 +1,7 @@
-"""Exact sums of all ranks of a group, added without rounding and rounded once, a bucket at a time."""
+"""Exact sums of all ranks of a group, added without rounding and rounded once, a bucket at a time.
+
+Ranks hold sums of their own until the end, or shards of one sum, to which arrays are added as they come.
+"""
 
 from __future__ import annotations
 

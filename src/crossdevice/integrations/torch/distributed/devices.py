@@ -1,6 +1,7 @@
 """Collectives of tensors on GPUs: on a stream of their own, ordered with the program's by events.
 
-Messages from rank to rank go through the host, by an engine that knows its memory alone.
+Messages from rank to rank go through the host, by an engine that knows its memory alone. NCCL makes the
+collectives of groups that have asked for it.
 """
 
 from __future__ import annotations

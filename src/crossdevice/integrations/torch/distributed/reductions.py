@@ -1,4 +1,7 @@
-"""Reductions of host tensors: operations and dtypes of torch.distributed in terms of ours."""
+"""Reductions of host tensors: operations and dtypes of torch.distributed in terms of ours.
+
+Kernels are loaded in the background: a program's first collectives do not wait for a compiler.
+"""
 
 from __future__ import annotations
 
