@@ -219,9 +219,9 @@ def _read_fractions(facts: Mapping[str, Any]) -> dict[int, Fraction]:
     }
 
 
-def _bytes_of(outs: Sequence[Bytes], item_bytes: Sequence[int], part: Range) -> Bytes:
+def _bytes_of(arrays: Sequence[Bytes] | Mapping[int, Bytes], item_bytes: Sequence[int], part: Range) -> Bytes:
     width = item_bytes[part.number]
-    return outs[part.number][part.start * width : part.stop * width]
+    return arrays[part.number][part.start * width : part.stop * width]
 
 
 def _are_packed(lengths: Sequence[int]) -> bool:
@@ -262,7 +262,8 @@ class ShardedSums:
         self, sizes: Sequence[int], dtypes: Sequence[np.dtype[Any]], ranks: int, bucket_bytes: int
     ) -> None:
         self._dtypes = dtypes
-        self._buckets = list(shards_of(sizes, [dtype.itemsize for dtype in dtypes], ranks, bucket_bytes))
+        self._item_bytes = [dtype.itemsize for dtype in dtypes]
+        self._buckets = list(shards_of(sizes, self._item_bytes, ranks, bucket_bytes))
         self._running: dict[Range, RunningSum] = {}
         self.used: set[int] = set()
         """Numbers of the arrays that any rank has added to."""
@@ -308,7 +309,9 @@ class ShardedSums:
             received: dict[int, Bytes] = {}
             sends: list[Message] = []
             for peer in call.others():
-                going = [self._bytes_of(own[r.number], r) for r in shards[peer] if r.number in having[rank]]
+                going = [
+                    _bytes_of(own, self._item_bytes, r) for r in shards[peer] if r.number in having[rank]
+                ]
                 if going:
                     sends.append(Message(peer, joined(going)))
                 coming = sum(self._num_bytes(r) for r in shards[rank] if r.number in having[peer])
@@ -332,7 +335,7 @@ class ShardedSums:
                     for each in used[rank]
                 ]
             )
-            places = [[self._bytes_of(memory[each.number], each) for each in shard] for shard in used]
+            places = [[_bytes_of(memory, self._item_bytes, each) for each in shard] for shard in used]
             going = [Message(peer, joined(places[rank])) for peer in call.others() if places[rank]]
             coming = {
                 peer: np.empty(sum(place.nbytes for place in places[peer]), np.uint8)
@@ -363,7 +366,7 @@ class ShardedSums:
                 if each.number not in numbers:
                     continue
                 if peer == rank:
-                    part = self._bytes_of(own[each.number], each)
+                    part = _bytes_of(own, self._item_bytes, each)
                 else:
                     part = received[peer][at[peer] : at[peer] + self._num_bytes(each)]
                     at[peer] += part.nbytes
@@ -378,8 +381,4 @@ class ShardedSums:
         add_all(tasks)
 
     def _num_bytes(self, each: Range) -> int:
-        return (each.stop - each.start) * self._dtypes[each.number].itemsize
-
-    def _bytes_of(self, array: Bytes, each: Range) -> Bytes:
-        width = self._dtypes[each.number].itemsize
-        return array[each.start * width : each.stop * width]
+        return (each.stop - each.start) * self._item_bytes[each.number]
