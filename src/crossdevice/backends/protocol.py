@@ -150,8 +150,17 @@ class Backend(abc.ABC):
         """Returns True if `host_view` of a host array is a view: its elements are contiguous."""
         return True
 
-    def may_be_written(self, arrays: tuple[Array, ...]) -> bool:  # noqa: ARG002
-        """Returns True if arrays that match the signatures of written arrays may be written to now."""
+    def look_at(self, arrays: Sequence[Array]) -> Callable[[tuple[Array, ...]], bool]:
+        """Returns a function that tells whether other arrays have the signatures of these, one by one."""
+        signature = self.signature
+        known = list(map(signature, arrays))
+        return lambda found: list(map(signature, found)) == known
+
+    def announce_write(self, arrays: tuple[Array, ...]) -> bool:  # noqa: ARG002
+        """Counts a write to arrays with the signatures of written ones, where the library keeps count.
+
+        Returns False if these may not be written to now.
+        """
         return True
 
     def pointers_to(self, arrays: tuple[Array, ...]) -> tuple[Array, ...] | list[int] | None:  # noqa: ARG002

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import array_api_compat.torch as xp
@@ -48,6 +49,10 @@ class TensorMemory:
             "typestr": type_text,
             "version": 3,
         }
+
+
+_attributes = operator.attrgetter("__class__", "dtype", "shape", "device", "layout", "requires_grad")
+_is_contiguous = torch.Tensor.is_contiguous
 
 
 @functools.cache
@@ -106,9 +111,31 @@ class TorchBackend(NcclBackend):
         """Reads from each signature that the array is contiguous and on the host."""
         return all(array.layout == torch.strided and array.is_contiguous() for array in arrays)
 
-    def may_be_written(self, arrays: tuple[torch.Tensor, ...]) -> bool:
-        """Allows writing to inference tensors in inference mode only; signatures do not tell them apart."""
-        return not any(map(torch.Tensor.is_inference, arrays)) or torch.is_inference_mode_enabled()
+    def look_at(self, arrays: Sequence[torch.Tensor]) -> Callable[[tuple[torch.Tensor, ...]], bool]:
+        """Compares attribute by attribute, in half of the time that signatures take."""
+        known = list(map(_attributes, arrays))
+        strides = None if all(map(_is_contiguous, arrays)) else list(map(torch.Tensor.stride, arrays))
+        are_recorded = any(array.requires_grad for array in arrays)
+
+        def fit(found: tuple[torch.Tensor, ...]) -> bool:
+            if list(map(_attributes, found)) != known or (are_recorded and torch.is_grad_enabled()):
+                return False
+            if strides is None:
+                return all(map(_is_contiguous, found))
+            return list(map(torch.Tensor.stride, found)) == strides
+
+        return fit
+
+    def announce_write(self, arrays: tuple[torch.Tensor, ...]) -> bool:
+        """Bumps version counters; refuses inference tensors outside inference mode."""
+        try:
+            torch.autograd.graph.increment_version(arrays)
+        # Inference tensors have no counter, and signatures do not tell them apart.
+        except (RuntimeError, TypeError):
+            if any(map(torch.Tensor.is_inference, arrays)) and not torch.is_inference_mode_enabled():
+                return False
+            self.mark_written(arrays)
+        return True
 
     def pointers_to(self, arrays: tuple[torch.Tensor, ...]) -> list[int] | None:
         """Returns addresses; views that conjugate or negate have none."""

@@ -22,10 +22,10 @@ from crossdevice.kernels.host.fixed_arrays import Separation, Signature
 from crossdevice.kernels.host.fused_pass import (
     Pointers,
     place_of,
-    pointers_after,
     pointers_of,
     selected_kernels,
 )
+from crossdevice.kernels.host.work_list import WORD_BYTES
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import DistributedValues
 from crossdevice.values.options import CommunicationOptions
@@ -56,31 +56,35 @@ class Flattened(NamedTuple):
     """For each pair; None for one array per replica."""
     outs: tuple[Array, ...] | None
     """Leaf by leaf and destination by destination; in place, the very tuple of `leaves`."""
+    arrays: tuple[Array, ...]
+    """The leaves and then the outs; in place, the leaves."""
 
 
 class KnownCall:
     """A prepared call of dense arrays: everything but the arrays."""
+
+    fits: Look
+    """Whether all arrays of a call have the signatures of those before."""
 
     def __init__(self, prepared: Prepared, call: CheckedCall, flattened: Flattened) -> None:
         self._prepared, self._check_outs, self._container = prepared, call.check_outs, call.container
         self._specs = [leaf.spec for leaf in call.dense]
         self._num_leaves = [number for number, _ in call.places]
         self._destinations = [destinations for _, destinations in call.places]
-        self._fits = _look_at(flattened.leaves)
-        self._outs_fit = None if flattened.outs is None else _look_at(flattened.outs, is_written=True)
-        self._are_alike = flattened.outs is not None and self._fits(flattened.outs)
+        self.fits = _look_at(flattened)
         self._has_scalars = any(isinstance(array, np.generic) for array in flattened.leaves)
         self._flat: FlatPasses | None = None
         self._separation: Separation | None = None
         backends = {spec.backend for spec in self._specs}
         if len(backends) == 1 and all(spec.shares_host_memory for spec in self._specs):
             (backend,) = backends
-            if backend.are_flat((*self._as_arrays(flattened.leaves), *(flattened.outs or ()))):
+            if backend.are_flat(self._as_arrays(flattened.arrays)):
                 self._flat = prepared.flat_passes()
-                self._separation = self._compiled_look_at_memory(call.bytes_of_results)
+                if flattened.outs is not None:
+                    self._separation = self._compiled_look_at_memory(call.bytes_of_results)
 
     def _compiled_look_at_memory(self, bytes_of_results: Sequence[int] | None) -> Separation | None:
-        if self._outs_fit is None or bytes_of_results is None or selected_kernels() != "numba":
+        if bytes_of_results is None or selected_kernels() != "numba":
             return None
         return Separation(
             [
@@ -95,21 +99,12 @@ class KnownCall:
             return leaves
         return tuple([np.asarray(leaf) if isinstance(leaf, np.generic) else leaf for leaf in leaves])
 
-    def fits(self, flattened: Flattened) -> bool:
-        """True if these arrays have the signatures of those before."""
-        leaves, outs = flattened.leaves, flattened.outs
-        if outs is None or self._outs_fit is None:  # calls of one key have all memory for results, or none
-            return self._fits(leaves)
-        if outs is leaves and self._are_alike:  # more is asked of arrays that are written to
-            return self._outs_fit(outs)
-        return self._fits(leaves) and self._outs_fit(outs)
-
     def run(self, flattened: Flattened, weights: Weights | None = None) -> list[Any]:
         """Makes the call with arrays that fit."""
-        _, leaves, structures, outs = flattened
+        _, leaves, structures, outs, arrays = flattened
         if self._has_scalars:
-            leaves = self._as_arrays(leaves)
-        pointers = None if outs is None else self._check_apart(leaves, outs)
+            leaves, arrays = self._as_arrays(leaves), self._as_arrays(arrays)
+        pointers = None if outs is None else self._check_apart(leaves, outs, arrays)
         results = None if self._flat is None else self._flat.run(leaves, outs, weights, pointers)
         if results is None:
             columns = _columns(leaves, [len(spec.devices) for spec in self._specs])
@@ -141,30 +136,28 @@ class KnownCall:
                         own[0] if len(own) == 1 else self._container.of(own, self._destinations[entry])
                     )
                     start, entry = stop, entry + 1
-                wrapped.append(optree.tree_unflatten(structure.tree, leaves))
+                wrapped.append(structure.tree.unflatten(leaves))
             else:
                 stop = start + number * self._num_leaves[entry]
                 entry += 1
-                trees = [
-                    optree.tree_unflatten(structure.tree, results[first:stop:number])
-                    for first in range(start, start + number)
-                ]
+                unflatten = structure.tree.unflatten
+                trees = [unflatten(results[first:stop:number]) for first in range(start, start + number)]
                 wrapped.append(trees[0] if number == 1 else self._container.of(tuple(trees), destinations))
             start = stop
         return wrapped
 
     def _check_apart(
-        self, leaves: tuple[Array, ...], outs: tuple[Array, ...]
-    ) -> tuple[Pointers, Pointers] | None:
-        """Refuses memory that overlaps other memory; returns pointers to both if kernels can read them."""
+        self, leaves: tuple[Array, ...], outs: tuple[Array, ...], arrays: tuple[Array, ...]
+    ) -> Pointers | None:
+        """Refuses memory that overlaps other memory; returns pointers to all if kernels can read them."""
         if self._separation is not None:
-            backend, number = self._specs[0].backend, len(leaves)
-            # Behind pointers to inputs there may be others, which are not looked at.
-            read = pointers_of(backend.pointers_to(leaves if outs is leaves else leaves + outs))
-            if read is not None and backend.may_be_written(outs):
-                targets = read if outs is leaves else pointers_after(read, number)
-                if self._separation.holds(place_of(read), place_of(targets)):
-                    return read, targets
+            backend = self._specs[0].backend
+            pointers = pointers_of(backend.pointers_to(arrays))
+            if pointers is not None:
+                place = place_of(pointers)
+                written = place if outs is leaves else place + len(leaves) * WORD_BYTES
+                if self._separation.holds(place, written) and backend.announce_write(outs):
+                    return pointers
             # Else an array that only its library can read, or one that is refused below.
         # As in a first call, which says what is wrong.
         columns = _columns(leaves, [len(spec.devices) for spec in self._specs])
@@ -212,7 +205,7 @@ class KnownCalls:
                 return None, None
             alike = self._calls.get(flattened.key, [])
             for position, known in enumerate(alike):
-                if known.fits(flattened):
+                if known.fits(flattened.arrays):
                     self.hits += 1
                     if position >= MAX_BEFORE:
                         alike[:] = [known, *(other for other in alike if other is not known)]
@@ -287,12 +280,12 @@ def _flattened(
             if out is not None:
                 return None
             columns += [each._values for each in first]
-            structures.append(Structure(tree, is_around=True))
+            structures.append(tuple.__new__(Structure, (tree, True)))
             key += (where, tree, *[(each._given_devices, len(each._values)) for each in first])
             continue
         own = [first, *map(tree.flatten_up_to, values[1:])]
         columns += zip(*own, strict=True)
-        structures.append(Structure(tree, is_around=False))
+        structures.append(tuple.__new__(Structure, (tree, False)))
         key += (where, value._given_devices if is_distributed else None, len(values), tree, out is None)
         if out is not None:
             written = list(map(tree.flatten_up_to, _components(out, number)))
@@ -312,8 +305,9 @@ def _flattened(
     # Most tuples that differ do so from the first array on, which is found in less time than all.
     if outputs is not None and arrays[0] is outputs[0] and _are_same(arrays, outputs):
         outputs = arrays
+    every = arrays if outputs is None or outputs is arrays else arrays + outputs
     # What Flattened(...) makes, in less than half of the time.
-    return tuple.__new__(Flattened, (tuple(key), arrays, structures, outputs))
+    return tuple.__new__(Flattened, (tuple(key), arrays, structures, outputs, every))
 
 
 def _is_array_type(kind: type[Any]) -> bool:
@@ -333,18 +327,17 @@ def _components(out: Any, number: int) -> Sequence[Any]:
 Look: TypeAlias = "Callable[[tuple[Any, ...]], bool]"
 
 
-def _look_at(arrays: tuple[Any, ...], *, is_written: bool = False) -> Look:
+def _look_at(flattened: Flattened) -> Look:
     """Tells whether other arrays have the signatures of these, one by one."""
+    _, leaves, _, outs, arrays = flattened
     kinds = {type(array) for array in arrays}
     numpy = backend_named("numpy")
     if selected_kernels() == "numba" and all(backend_of_type(kind) is numpy for kind in kinds):
-        return Signature(arrays, is_written=is_written).fits
+        first_written = None if outs is None else 0 if outs is leaves else len(leaves)
+        return Signature(arrays, first_written=first_written).fits
     backends = [backend_of_type(kind) for kind in kinds]
-    known: Any
     if len(backends) == 1 and backends[0] is not None:
-        signature = backends[0].signature
-        known = list(map(signature, arrays))
-        return lambda found: list(map(signature, found)) == known
+        return backends[0].look_at(arrays)
     readers = [backend_of_type(type(array)).signature for array in arrays]  # type: ignore[union-attr]
     known = [read(array) for read, array in zip(readers, arrays, strict=True)]
     return lambda found: [read(array) for read, array in zip(readers, found, strict=True)] == known

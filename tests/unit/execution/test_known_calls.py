@@ -208,10 +208,11 @@ def test_trees_are_written_into_trees(make):
             assert (tree["w"] is out["w"], tree["b"][0] is out["b"][0]) == (True, True)
             assert numbers_of(tree) == [2 * start + 1] * 7
     assert hits(ops) == 2
-    value = cd.PerReplica(trees_of(make))
-    ops.reduce("sum", value, value, out=value)
-    assert numbers_of(value.values[1]) == [3] * 7
-    assert hits(ops) == 3
+    for number in range(2):  # in place is a call of its own
+        value = cd.PerReplica(trees_of(make))
+        ops.reduce("sum", value, value, out=value)
+        assert numbers_of(value.values[1]) == [3] * 7
+        assert hits(ops) == 2 + number
 
 
 def test_trees_that_differ_from_known_ones_are_refused(make):
@@ -523,7 +524,7 @@ def test_arrays_are_alike_if_checks_see_no_difference():
     assert not signature.fits((first,))
     equal.flags.writeable = False
     assert signature.fits((first, equal))
-    assert not Signature((first, first), is_written=True).fits((first, equal))
+    assert not Signature((first, first), first_written=0).fits((first, equal))
 
 
 def test_outputs_are_apart_unless_they_overlap():

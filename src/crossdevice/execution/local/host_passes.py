@@ -208,17 +208,18 @@ class FlatPasses:
         inputs: tuple[Array, ...],
         outs: tuple[Array, ...] | None,
         weights: Weights | None,
-        pointers: tuple[Pointers, Pointers] | None = None,
+        pointers: Pointers | None = None,
     ) -> tuple[Array, ...] | None:
         """The results of all leaves, in new memory or in `outs`; None if kernels cannot read some array.
 
-        `pointers` are those to inputs and `outs`, if they are known already.
+        `pointers` are those to inputs and then to `outs`, which have been announced, if they are known already;
+        in place those to inputs serve for both.
         """
         started = now()
-        backend = self._backend
-        read = pointers_of(backend.pointers_to(inputs)) if pointers is None else pointers[0]
+        backend, first_written = self._backend, 0
         written: Pointers | None
         if outs is None:
+            read = pointers_of(backend.pointers_to(inputs))
             if self._are_small:
                 memory = tuple(map(np.empty, self._shapes, self._dtypes))
             else:
@@ -226,16 +227,16 @@ class FlatPasses:
                 memory = tuple(map(np.ndarray.reshape, flats, self._shapes))
             written, results = memory, backend.adopted(memory)
         else:
-            written = pointers_of(backend.pointers_to(outs)) if pointers is None else pointers[1]
-            results = outs
+            if pointers is None and backend.announce_write(outs):
+                pointers = pointers_of(backend.pointers_to(inputs + outs))
+            read = written = pointers
+            first_written, results = 0 if outs is inputs else len(inputs), outs
         if read is None or written is None:
             return None
         packed = now()
         try:
             for passes in self._passes:
-                passes(read, written, weights, backend, inputs, results)
-            if outs is not None and backend.counts_writes:
-                backend.mark_written(outs)
+                passes(read, written, first_written, weights, backend, inputs, results)
         except Exception as error:
             flight_recorder.events.append((self._work, started, now(), 1))
             flight_recorder.dump_after(error)

@@ -65,18 +65,22 @@ def _found(arrays: Arrays, is_written: Sequence[bool]) -> list[tuple[int, tuple[
 class Signature:
     """Types of objects, and dtypes, shapes and memory order of ndarrays, as compiled code compares them."""
 
-    def __init__(self, items: Sequence[Any], *, is_written: bool = False) -> None:
-        """Records objects that fit, ndarrays and NumPy scalars, without keeping them; needs numba."""
+    def __init__(self, items: Sequence[Any], *, first_written: int | None = None) -> None:
+        """Records objects that fit, ndarrays and NumPy scalars, without keeping them; needs numba.
+
+        Those from `first_written` on must be writeable.
+        """
         from crossdevice.kernels.host.llvm import watching
 
         words: list[int] = []
         # Words have the addresses of types and dtypes, which are kept, so that no others can have them.
         kept = self._kept = [(type(item), item.dtype) for item in items]
-        for item, (kind, dtype) in zip(items, kept, strict=True):
+        for position, (item, (kind, dtype)) in enumerate(zip(items, kept, strict=True)):
             if not isinstance(item, np.ndarray):
                 words += (id(kind), 0, 0, 0, 0)
                 continue
             has_strides = not item.flags.c_contiguous
+            is_written = first_written is not None and position >= first_written
             flags = watching.WRITEABLE_FLAG * is_written + watching.CONTIGUOUS_FLAG * (not has_strides)
             words += (id(kind), id(dtype), flags, has_strides, item.ndim, *item.shape, *item.strides)
         self._words, self._number = array("q", words), len(items)

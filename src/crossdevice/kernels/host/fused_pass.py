@@ -69,18 +69,11 @@ class AddressTable:
         words[number:] = np.arange(first, first + number * WORD_BYTES, WORD_BYTES)
         self._words, self._pointers, self.place = words, words[number:], start + number * WORD_BYTES
 
-    def after(self, number: int) -> AddressTable:
-        """Returns the pointers without the first `number`."""
-        return self._with(self._pointers[number:], self.place + number * WORD_BYTES)
-
     def at(self, positions: Sequence[int]) -> AddressTable:
         """Returns the pointers at these positions."""
-        pointers = self._pointers[positions]
-        return self._with(pointers, address_of(pointers))
-
-    def _with(self, pointers: NDArray[np.int64], place: int) -> AddressTable:
         table = AddressTable.__new__(AddressTable)
-        table._words, table._pointers, table.place = self._words, pointers, place
+        table._words, table._pointers = self._words, self._pointers[positions]
+        table.place = address_of(table._pointers)
         return table
 
 
@@ -524,7 +517,6 @@ class RepeatedPasses:
         prepared = prepared_for(recipe, dtype, into)
         if prepared is None or any(len(layout.inputs) > MAX_INPUTS for layout in layouts):
             raise LookupError
-        # Without those that have no elements: a lone row reads the first pointers.
         layouts = [layout for layout in layouts if layout.start < layout.stop]
         self._layouts, self._recipe, self._prepared = layouts, recipe, prepared
         self._made_for = _prepared
@@ -540,36 +532,37 @@ class RepeatedPasses:
         rows: list[list[int]] = []
         self._layout_of_row: list[PassLayout] = []
         order = prepared.positions
-        inputs: list[int] = []
-        outputs: list[int] = []
-        for layout, own in zip(layouts, traffics, strict=True):
-            places = [len(inputs) * WORD_BYTES, len(layout.inputs)]
-            places += [len(outputs) * WORD_BYTES, len(layout.outputs)]
-            inputs += layout.inputs if order is None else [layout.inputs[position] for position in order]
-            outputs += layout.outputs
+        inputs, self._input_positions = _laid_out(
+            [own if order is None else [own[position] for position in order] for own, *_ in layouts]
+        )
+        outputs, self._output_positions = _laid_out([layout.outputs for layout in layouts])
+        for layout, own, first_input, first_output in zip(layouts, traffics, inputs, outputs, strict=True):
+            places = [first_input * WORD_BYTES, len(layout.inputs)]
+            places += [first_output * WORD_BYTES, len(layout.outputs)]
             size, first = (layout.stop - layout.start) * scale, layout.start * scale
             for start, stop in ranges_of(size, own // range_bytes):
                 rows.append([*places, first + start, first + stop, traffic >= STREAMED_BYTES, 0])
                 self._layout_of_row.append(layout)
         self._rows = rows
-        # None where a kernel takes all from the first on, one after the other.
-        self._input_positions = None if inputs == [*range(len(inputs))] else inputs
-        self._output_positions = None if outputs == [*range(len(outputs))] else outputs
         self._has_many_inputs = any(len(layout.inputs) >= MANY_INPUTS for layout in layouts)
-        self._kernel, self._is_simple = prepared.kernel, len(rows) == 1 == self._participants
-        self._standby = None if self._is_simple else _standby_for(traffic, self._participants)
+        self._kernel = prepared.kernel
+        self._standby = None if len(rows) == 1 else _standby_for(traffic, self._participants)
+        self._is_alone = self._participants == 1 and self._standby is None and not prepared.is_exact
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Makes the words of all rows, and finds those in them to which each call adds an address."""
+        """Makes the words of all rows, which say where pointers are among all."""
         rows, prepared = self._rows, self._prepared
+        if prepared.is_exact:
+            for number, row in enumerate(rows):
+                row[7] = number * (LEFTOVER_WORDS * WORD_BYTES)
         parts = [rows] if self._standby is None else halves(rows)
         is_shared = self._participants > 1
         lists = [as_words(part, prepared.divisor, prepared.program, is_shared=is_shared) for part in parts]
         self._starts = [0, *itertools.accumulate(map(len, lists[:-1]))]
         self._words = sum(lists, array("q"))
         self._place = self._words.buffer_info()[0]
-        firsts = np.array(
+        self._firsts = np.array(
             [
                 start + HEADER_WORDS + number * ROW_WORDS
                 for start, part in zip(self._starts, parts, strict=True)
@@ -577,23 +570,21 @@ class RepeatedPasses:
             ],
             np.int64,
         )
-        self._laid_out = np.array(self._words)
-        self._reads, self._writes, self._leaves = np.zeros((3, len(self._words)), np.int64)
-        self._reads[firsts] = self._writes[firsts + 2] = 1
-        if prepared.is_exact:
-            self._leaves[firsts + 7] = 1
-            self._laid_out[firsts + 7] = np.arange(len(rows)) * (LEFTOVER_WORDS * WORD_BYTES)
 
     def __call__(
         self,
         read: Pointers,
         written: Pointers,
+        first_written: int,
         weights: Weights | None,
         viewer: Viewer,
         inputs: tuple[Any, ...],
         outputs: tuple[Any, ...],
     ) -> None:
-        """Does the passes. `viewer` makes ndarrays of arrays, for elements that a kernel leaves to NumPy."""
+        """Does the passes; `first_written` of the second pointers are passed over.
+
+        `viewer` makes ndarrays of arrays, for elements that a kernel leaves to NumPy.
+        """
         if self._made_for is not _prepared:  # other kernels have been selected
             tasks = [
                 (
@@ -610,43 +601,40 @@ class RepeatedPasses:
         if self._input_positions is not None:
             read = _selected(read, self._input_positions)
         if self._output_positions is not None:
-            written = _selected(written, self._output_positions)
-        if self._is_simple and weights is None:
-            if not self._prepared.is_exact:
-                kernel(self._place, place_of(read), place_of(written), 0, scratch)
-                return
-            room = _room_for_leftovers()
-            kernel(self._place, place_of(read), place_of(written), room[1], scratch)
-            if room[0][0]:
-                self._settle(0, room[0], viewer, inputs, outputs, self._recipe)
-            _rooms.append(room)
+            written = _selected(written, [first_written + position for position in self._output_positions])
+            first_written = 0
+        read_place, written_place = place_of(read), place_of(written) + first_written * WORD_BYTES
+        if self._is_alone and weights is None:
+            kernel(self._place, read_place, written_place, 0, scratch)
             return
-        prepared, recipe = self._prepared, self._recipe
-        words = self._laid_out + self._reads * place_of(read)
-        words += self._writes * place_of(written)
+        # Words of this call: threads count in them, kernels note what they left, weights are in them.
+        prepared, recipe, words = self._prepared, self._recipe, self._words[:]
         leftovers = NO_LEFTOVERS * (len(self._rows) * prepared.is_exact)
-        if prepared.is_exact:
-            words += self._leaves * leftovers.buffer_info()[0]
+        left_place = leftovers.buffer_info()[0] if prepared.is_exact else 0
         if weights is not None and recipe.weights is not None:
             recipe = recipe.with_weights(weights)
             prepared = _with_weights(prepared, recipe)
             header = as_words([], prepared.divisor, prepared.program, is_shared=False)
             for start in self._starts:
                 words[start + 3 : start + LEFT_WORD] = header[3:LEFT_WORD]
-        place = address_of(words)
+        place = words.buffer_info()[0]
         places = [place + start * WORD_BYTES for start in self._starts]
 
         def work() -> None:
             for own in places:
-                kernel(own, 0, 0, 0, _scratch.place() if self._has_many_inputs else 0)
+                kernel(own, *bases, _scratch.place() if self._has_many_inputs else 0)
 
-        if self._standby is not None:
+        bases = read_place, written_place, left_place
+        if self._standby is not None:  # which hands a worker rows, and nothing to add
+            for word, base in zip((0, 2, 7), bases, strict=True):
+                np.frombuffer(words, np.int64)[self._firsts + word] += base
+            bases = 0, 0, 0
             self._standby.run(work, self._participants, prepared.address, places, scratch)
         elif self._participants == 1:
             work()
         else:
             run_together(work, self._participants)
-        if any(words[start + LEFT_WORD] for start in self._starts):
+        if prepared.is_exact and any(words[start + LEFT_WORD] for start in self._starts):
             for row, first in enumerate(range(0, len(leftovers), LEFTOVER_WORDS)):
                 if leftovers[first]:
                     left = leftovers[first : first + LEFTOVER_WORDS]
@@ -681,9 +669,14 @@ def place_of(pointers: Pointers) -> int:
     return id(pointers) + TUPLE_HEADER_BYTES if isinstance(pointers, tuple) else pointers.place
 
 
-def pointers_after(pointers: Pointers, number: int) -> Pointers:
-    """Returns the pointers without the first `number`."""
-    return pointers[number:] if isinstance(pointers, tuple) else pointers.after(number)
+def _laid_out(groups: Sequence[Sequence[int]]) -> tuple[list[int], list[int] | None]:
+    """Returns where each group of positions begins, and all positions in this order.
+
+    Returns None for the order if the positions of every group follow each other as they are.
+    """
+    if all(list(group) == [*range(group[0], group[0] + len(group))] for group in groups):
+        return [group[0] for group in groups], None
+    return [0, *itertools.accumulate(map(len, groups))][:-1], list(itertools.chain.from_iterable(groups))
 
 
 def _selected(pointers: Pointers, positions: list[int]) -> Pointers:

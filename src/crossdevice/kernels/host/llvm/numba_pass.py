@@ -144,10 +144,10 @@ def compiled_kernel(name: str) -> Kernel:
     A "chain" combines inputs from left to right, "onto" adds them to what the output holds, of float64, and
     a "tree" combines them as a program says.
 
-    Called with the address of a header and rows (`as_words`), and zeros, it takes rows until none is left.
-    Pointers to inputs and outputs, and the address of leftovers (`LEFTOVER_WORDS`), if given, take the place
-    of those in the only row. Last comes the address of scratch memory (`SCRATCH_BYTES`), which may be 0 if
-    there are fewer inputs than `MANY_INPUTS`.
+    Called with the address of a header and rows (`as_words`), it takes rows until none is left. What rows say
+    of pointers to inputs and to outputs and of leftovers (`LEFTOVER_WORDS`) is added to the next three
+    addresses, or to zeros. Last comes the address of scratch memory (`SCRATCH_BYTES`), which may be 0 if there
+    are fewer inputs than `MANY_INPUTS`.
     """
     return compiled(_kernel_function(name), name, SIGNATURE)
 
@@ -225,10 +225,10 @@ def _kernel_function(name: str) -> Kernel:
     tile = SCRATCH_BYTES // element_bytes - lanes
     result_bytes = ITEM_BYTES[arithmetic.result_dtype]
 
-    def kernel(work: int, inputs: int, outputs: int, leftovers: int, scratch: int) -> None:
+    def kernel(work: int, all_inputs: int, all_outputs: int, all_leftovers: int, scratch: int) -> None:
         num_rows, is_shared, divisor = word_at(work, 0), word_at(work, 2), number_at(work, 3)
         program, program_length = word_at(work, 4), word_at(work, 5)
-        are_given, number = inputs != 0, 0
+        number = 0
         while True:
             if is_shared:
                 number = take_number(work + WORD_BYTES)
@@ -236,8 +236,8 @@ def _kernel_function(name: str) -> Kernel:
                 break
             row = work + (HEADER_WORDS + number * ROW_WORDS) * WORD_BYTES
             number += 1
-            if not are_given:
-                inputs, outputs, leftovers = word_at(row, 0), word_at(row, 2), word_at(row, 7)
+            inputs, outputs = all_inputs + word_at(row, 0), all_outputs + word_at(row, 2)
+            leftovers = all_leftovers + word_at(row, 7)
             if leftovers:
                 set_word(leftovers, 0, 0)
                 set_word(leftovers, 1, -1)
