@@ -10,6 +10,7 @@ from typing import Any
 
 from crossdevice.costs.timing import Round
 from crossdevice.costs.topology import Topology
+from crossdevice.errors import CrossDeviceError
 from crossdevice.execution.bound import BoundCall
 from crossdevice.execution.collective import Call, Collective, hashable_sizes, one_value, value_of_replicas
 from crossdevice.execution.deferred_calls import DeferredCalls
@@ -31,6 +32,10 @@ from crossdevice.values.distributed import PerReplica
 from crossdevice.values.options import DEFAULT_OPTIONS, CommunicationOptions, either
 from crossdevice.values.reduce_op import ReduceOp
 from crossdevice.values.replica_scope import check_cross_replica
+
+
+class _MissingPlanError(CrossDeviceError, NotImplementedError):
+    """An algorithm that does not say how it makes a sum."""
 
 
 class Settings:
@@ -106,10 +111,16 @@ class CrossDeviceOps(Settings):
 
     # ---------------------------------------------------------------- what an algorithm says
 
-    def plan_sum(self, build: PlanBuilder, destinations: Sequence[Device]) -> Sequence[Buffer]:
+    def plan_sum(
+        self,
+        build: PlanBuilder,  # noqa: ARG002
+        destinations: Sequence[Device],  # noqa: ARG002
+    ) -> Sequence[Buffer]:
         """Plans one pack; returns a buffer on each destination with the sum of all `build.inputs`."""
-        raise NotImplementedError(
-            f"{type(self).__name__} overrides neither plan_sum nor reduce_implementation"
+        raise _MissingPlanError(
+            f"{type(self).__name__} overrides neither plan_sum nor reduce_implementation; expected plan_sum, "
+            "which returns a buffer with the sum on each destination, such as "
+            "`[build.add(build.inputs, at=device) for device in destinations]`"
         )
 
     def plan_rounds(self, topology: Topology, num_bytes: float) -> Sequence[Round] | None:  # noqa: ARG002

@@ -51,8 +51,8 @@ class TensorMemory:
         }
 
 
+_dtype = operator.attrgetter("dtype")
 _attributes = operator.attrgetter("__class__", "dtype", "shape", "device", "layout", "requires_grad")
-_is_contiguous = torch.Tensor.is_contiguous
 
 
 @functools.cache
@@ -108,44 +108,45 @@ class TorchBackend(NcclBackend):
         return type(array), array.dtype, array.shape, array.device, array.layout, strides
 
     def are_flat(self, arrays: Sequence[torch.Tensor]) -> bool:
-        """Reads from each signature that the array is contiguous and on the host."""
-        return all(array.layout == torch.strided and array.is_contiguous() for array in arrays)
+        """Returns True if all are contiguous, and none is a view that conjugates or negates."""
+        return all(array.layout == torch.strided and self.is_contiguous(array) for array in arrays)
 
     def look_at(self, arrays: Sequence[torch.Tensor]) -> Callable[[tuple[torch.Tensor, ...]], bool]:
         """Compares attribute by attribute, in half of the time that signatures take."""
-        known = list(map(_attributes, arrays))
-        strides = None if all(map(_is_contiguous, arrays)) else list(map(torch.Tensor.stride, arrays))
+        known, number = list(map(_attributes, arrays)), len(arrays)
+        looks: list[Callable[[torch.Tensor], Any]] = [torch.Tensor.is_contiguous, torch.Tensor.is_neg]
+        if not all(map(torch.Tensor.is_contiguous, arrays)):
+            looks[0] = torch.Tensor.stride
+        if any(map(torch.Tensor.is_complex, arrays)):
+            looks.append(torch.Tensor.is_conj)
+        seen = [(look, list(map(look, arrays))) for look in looks]
         are_recorded = any(array.requires_grad for array in arrays)
 
         def fit(found: tuple[torch.Tensor, ...]) -> bool:
-            if list(map(_attributes, found)) != known or (are_recorded and torch.is_grad_enabled()):
+            # One tensor after the other: thousands of tuples at once would be garbage to be collected.
+            if len(found) != number or not all(map(operator.eq, map(_attributes, found), known)):
                 return False
-            if strides is None:
-                return all(map(_is_contiguous, found))
-            return list(map(torch.Tensor.stride, found)) == strides
+            for look, before in seen:
+                if list(map(look, found)) != before:
+                    return False
+            return not (are_recorded and torch.is_grad_enabled())
 
         return fit
 
     def announce_write(self, arrays: tuple[torch.Tensor, ...]) -> bool:
-        """Bumps version counters; refuses inference tensors outside inference mode."""
-        try:
-            torch.autograd.graph.increment_version(arrays)
-        # Inference tensors have no counter, and signatures do not tell them apart.
-        except (RuntimeError, TypeError):
-            if any(map(torch.Tensor.is_inference, arrays)) and not torch.is_inference_mode_enabled():
-                return False
-            self.mark_written(arrays)
+        """Refuses inference tensors outside inference mode: signatures do not tell them apart."""
+        if any(map(torch.Tensor.is_inference, arrays)) and not torch.is_inference_mode_enabled():
+            return False
+        self.mark_written(arrays)
         return True
 
-    def pointers_to(self, arrays: tuple[torch.Tensor, ...]) -> list[int] | None:
-        """Returns addresses; views that conjugate or negate have none."""
-        if any(map(torch.Tensor.is_neg, arrays)) or any(map(torch.Tensor.is_conj, arrays)):
-            return None
+    def pointers_to(self, arrays: tuple[torch.Tensor, ...]) -> list[int]:
+        """Returns addresses."""
         return list(map(torch.Tensor.data_ptr, arrays))
 
     def adopted(self, memory: tuple[NDArray[Any], ...]) -> tuple[torch.Tensor, ...]:
         """Adopts plain dtypes without a check of each; dtypes that NumPy lacks like any result."""
-        if {array.dtype for array in memory} <= _PLAIN:
+        if set(map(_dtype, memory)) <= _PLAIN:
             return tuple(map(torch.from_numpy, memory))
         return super().adopted(memory)
 

@@ -38,6 +38,8 @@ class Call(NamedTuple):
     """Values with their destinations: for a call that has none, the value itself."""
     outs: Sequence[Any]
     weights: Any = None
+    is_of_rank: bool = False
+    """Whether its value is that of one rank; nothing of such a call is prepared between processes."""
 
 
 def one_value(tensor: Any) -> Any:

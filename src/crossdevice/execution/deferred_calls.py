@@ -7,6 +7,7 @@ from copy import copy
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from crossdevice.errors import OptionError
 from crossdevice.execution.collective import Call, Collective, hashable_sizes, one_value, value_of_replicas
 from crossdevice.execution.reading.structures import checked_outs, checked_pairs
 from crossdevice.values.options import CommunicationOptions
@@ -80,10 +81,19 @@ class DeferredCalls(Generic[Deferred]):
         *,
         options: CommunicationOptions | None = None,
         out: Any = None,
+        from_rank: int | None = None,
     ) -> Deferred:
-        """Defers a `broadcast`; between processes one of this process's own value."""
-        call = Call(Collective("broadcast", None, options), [(one_value(tensor), destinations)], [out])
+        """Defers a `broadcast`; `from_rank` is for algorithms that work between processes."""
         later = partial(self._ops.broadcast, tensor, destinations, options=options, out=out)
+        if from_rank is not None:
+            if not hasattr(self._ops, "value_of_rank"):
+                raise OptionError(
+                    f"from_rank={from_rank!r} with {type(self._ops).__name__}, which works in this process "
+                    "alone; leave it out, or take a CollectiveAllReduce"
+                )
+            later = partial(later, from_rank=from_rank)
+        pairs = [(one_value(tensor), destinations)]
+        call = Call(Collective("broadcast", None, options), pairs, [out], is_of_rank=from_rank is not None)
         return self._defer(call, later)
 
     def gather(

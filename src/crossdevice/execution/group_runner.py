@@ -62,6 +62,8 @@ class GroupRunner(LocalRunner):
 
     def bind(self, call: Call, later: Callable[[], Any]) -> BoundCall:
         """Prepares a call of these arrays; each of its runs is a call of the group's."""
+        if call.is_of_rank:
+            return BoundCall(later, owner=self.owner)
         if call.collective.name == "broadcast":
             return super().bind(call, later)
         checked, answer = self._checked_call(call)
@@ -71,7 +73,7 @@ class GroupRunner(LocalRunner):
 
     def start(self, call: Call, later: Callable[[], Any]) -> Pending:
         """Starts a call; all of it is made in its turn, its checks too."""
-        if call.collective.name == "broadcast":
+        if call.collective.name == "broadcast" and not call.is_of_rank:
             return super().start(call, later)
         return start(later, self.owner)
 

@@ -45,6 +45,8 @@ class Structure(NamedTuple):
     tree: Any
     is_around: bool
     """Whether its leaves are distributed values; else each replica has such a tree."""
+    given: Sequence[Any] | None = None
+    """The trees of `out`, which are those of results."""
 
 
 class Flattened(NamedTuple):
@@ -140,8 +142,10 @@ class KnownCall:
             else:
                 stop = start + number * self._num_leaves[entry]
                 entry += 1
-                unflatten = structure.tree.unflatten
-                trees = [unflatten(results[first:stop:number]) for first in range(start, start + number)]
+                trees = structure.given
+                if trees is None:
+                    unflatten = structure.tree.unflatten
+                    trees = [unflatten(results[first:stop:number]) for first in range(start, start + number)]
                 wrapped.append(trees[0] if number == 1 else self._container.of(tuple(trees), destinations))
             start = stop
         return wrapped
@@ -156,13 +160,14 @@ class KnownCall:
             if pointers is not None:
                 place = place_of(pointers)
                 written = place if outs is leaves else place + len(leaves) * WORD_BYTES
-                if self._separation.holds(place, written) and backend.announce_write(outs):
+                if self._separation.holds(place, written) and (
+                    not backend.counts_writes or backend.announce_write(outs)
+                ):
                     return pointers
             # Else an array that only its library can read, or one that is refused below.
         # As in a first call, which says what is wrong.
         columns = _columns(leaves, [len(spec.devices) for spec in self._specs])
-        written = _columns(outs, [len(spec.destinations) for spec in self._specs])
-        self._check_outs(columns, written)
+        self._check_outs(columns, _columns(outs, [len(spec.destinations) for spec in self._specs]))
         return None
 
 
@@ -273,22 +278,23 @@ def _flattened(
             structures.append(None)
             key += (where, value._given_devices if is_distributed else None, len(values), out is None)
             if out is not None:
-                out_columns.append(_components(out, number))
+                out_columns.append((out,) if number == 1 and type(out) is kind else _components(out, number))
             continue
         first, tree = optree.tree_flatten(values[0])
         if not is_distributed and first and isinstance(first[0], DistributedValues):
             if out is not None:
                 return None
             columns += [each._values for each in first]
-            structures.append(tuple.__new__(Structure, (tree, True)))
+            structures.append(tuple.__new__(Structure, (tree, True, None)))
             key += (where, tree, *[(each._given_devices, len(each._values)) for each in first])
             continue
         own = [first, *map(tree.flatten_up_to, values[1:])]
         columns += zip(*own, strict=True)
-        structures.append(tuple.__new__(Structure, (tree, False)))
+        given = None if out is None else _components(out, number)
+        structures.append(tuple.__new__(Structure, (tree, False, given)))
         key += (where, value._given_devices if is_distributed else None, len(values), tree, out is None)
-        if out is not None:
-            written = list(map(tree.flatten_up_to, _components(out, number)))
+        if given is not None:
+            written = list(map(tree.flatten_up_to, given))
             out_columns += zip(*written, strict=True)
     if not columns or not columns[0]:
         return None

@@ -31,7 +31,7 @@ from crossdevice.execution.local.prepared import CallInFull, CheckedCall, recipe
 from crossdevice.execution.local.scattering import CheckedScatter, read_scatter
 from crossdevice.execution.pending import THIS_PROCESS, Pending, start
 from crossdevice.execution.reading.leaf_spec import Dense, LeafSpec, items_of
-from crossdevice.execution.reading.outputs import read_destinations
+from crossdevice.execution.reading.outputs import in_given_trees, read_destinations
 from crossdevice.execution.reading.structures import spread_pairs
 from crossdevice.execution.reading.values import Value, read_value
 from crossdevice.plans.plan import render_plan
@@ -57,6 +57,13 @@ class ReadCall(NamedTuple):
     """Values as they were read, each with the devices of its results."""
     outs: Sequence[Any]
     factors: tuple[float, ...] | None
+
+    def in_given_trees(self, results: Sequence[Any]) -> list[Any]:
+        """The results, those of structures in the trees of `out`."""
+        return [
+            in_given_trees(result, *placed, out)
+            for result, placed, out in zip(results, self.placed, self.outs, strict=True)
+        ]
 
 
 class LocalRunner:
@@ -114,7 +121,7 @@ class LocalRunner:
         results = checked.run(self.planner)
         if flattened is not None:
             self.known_calls.keep(flattened, checked, self.planner)
-        return rebuilt(results)
+        return rebuilt(read.in_given_trees(results))
 
     def bind(self, call: Call, later: Callable[[], Any]) -> BoundCall:
         """Prepares a call of these arrays; `later` makes it in full, where nothing can be prepared."""
@@ -132,12 +139,16 @@ class LocalRunner:
 
     def _checked_call(self, call: Call) -> tuple[CheckedCall, Callable[[list[Any]], Any]]:
         """The checked call, and what makes of results what the method returns."""
-        collective, pairs, outs, weights = call
+        collective, pairs, outs, weights, _ = call
         factors = None if weights is None else self._checked_factors(weights, self.checked_op(collective.op))
         read, rebuilt = self._read(collective, pairs, outs, factors)
         is_whole = collective.name == "batch_reduce"
-        checked = self._checked(read, in_any_order=False)
-        return checked, rebuilt if is_whole else lambda results: rebuilt(results)[0]
+
+        def answer(results: list[Any]) -> Any:
+            made = rebuilt(read.in_given_trees(results))
+            return made if is_whole else made[0]
+
+        return self._checked(read, in_any_order=False), answer
 
     def explained(self, request: Request, op: ReduceOp, options: CommunicationOptions) -> str:
         """Describes what a reduction would do."""

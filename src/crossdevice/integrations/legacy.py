@@ -305,7 +305,7 @@ def MirroredStrategy(  # noqa: N802 - TensorFlow's name
                 f"num_gpus is {number}; expected at most {MAX_GPUS}, which is more than one process has: "
                 "give the number of GPUs of this machine"
             )
-        devices = [Device("cuda", index) for index in range(number)]
+        devices = [Device("cuda", index) for index in range(number)] or None
     if cross_tower_ops is not None:
         arguments["cross_device_ops"] = cross_tower_ops
     return strategies.MirroredStrategy(devices, **arguments)

@@ -59,7 +59,7 @@ class MirroredStrategy(Strategy):
 
     Raises:
         DeviceError: a device name cannot be read, or there is no such device.
-        OptionError: `cross_device_ops` is no CrossDeviceOps.
+        OptionError: `devices` is empty, or `cross_device_ops` is no CrossDeviceOps.
 
     >>> from crossdevice import get_replica_context
     >>> strategy = MirroredStrategy(["cpu:0", "cpu:1"])
@@ -86,7 +86,7 @@ class MirroredStrategy(Strategy):
             raise OptionError(f"cross_device_ops must be a CrossDeviceOps or None, got {found}")
         given = None if devices is None else _checked_devices(devices)
         self._devices = given or default_devices()
-        self._are_devices_given = bool(given)
+        self._are_devices_given = given is not None
         self._reason = "given to the strategy"
         if cross_device_ops is None:
             _, cross_device_ops, self._reason, _ = choose_algorithm(self._devices)
@@ -220,6 +220,8 @@ def default_devices(process: int = 0, num_processes: int = 1) -> tuple[Device, .
 
 def _checked_devices(devices: Sequence[Device | str]) -> tuple[Device, ...]:
     check_listed(devices)
+    if not devices:
+        raise OptionError("devices is empty; expected at least one, or None for all that there are")
     read = tuple(Device.parse(device) for device in devices)
     library = "torch" if loaded_libraries.is_torch_loaded() else "numpy"
     for device in read:

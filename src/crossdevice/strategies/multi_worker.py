@@ -71,8 +71,9 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             group = cluster_resolver.form_group()
         self._cluster, self._group = cluster_resolver, group
         ops = CollectiveAllReduce(options=communication_options, group=group)
-        super().__init__(devices or share_of(cluster_resolver), ops, own_random_streams=own_random_streams)
-        self._are_devices_given = bool(devices)
+        own = share_of(cluster_resolver) if devices is None else devices
+        super().__init__(own, ops, own_random_streams=own_random_streams)
+        self._are_devices_given = devices is not None
 
     def _extended_of(self, ops: CrossDeviceOps) -> StrategyExtended:
         self._counts = _numbers_of_all(self._group, len(self._devices))

@@ -18,7 +18,7 @@ from crossdevice import (
     ReductionToOneDevice,
     RingAllReduce,
 )
-from crossdevice.errors import ContextError, MismatchError, OptionError
+from crossdevice.errors import ContextError, CrossDeviceError, MismatchError, OptionError
 from crossdevice.values.replica_scope import replica_scope
 
 
@@ -167,8 +167,10 @@ def test_the_base_class_broadcasts_gathers_and_copies_lone_values_but_has_no_alg
     assert ops.reduce("sum", 2.0, "cpu:0") == 2
     assert ops.gather(values(1, 2), "cpu:0").tolist() == [1, 2]
     for options in (None, CommunicationOptions(precision="fast"), CommunicationOptions(lowering="off")):
-        with pytest.raises(NotImplementedError, match="overrides neither plan_sum nor reduce_implementation"):
+        with pytest.raises(NotImplementedError, match="overrides neither plan_sum nor reduce") as raised:
             ops.reduce("sum", values(1, 2), "cpu:0", options)
+        assert isinstance(raised.value, CrossDeviceError)
+        assert "expected plan_sum, which returns a buffer" in str(raised.value)
 
 
 @pytest.mark.parametrize("lowering", ["auto", "off"])

@@ -135,6 +135,35 @@ def test_a_broadcast_without_a_rank_asks_nobody():
     assert run_ranks(2, run) == [0.0, 1.0]
 
 
+def test_a_broadcast_from_a_rank_can_be_bound_and_started():
+    def run(group):
+        ops, value, out = (
+            cd.CollectiveAllReduce(group=group),
+            np.zeros(2, np.float32),
+            np.empty(2, np.float32),
+        )
+        bound = ops.bound.broadcast(value, "cpu:0", out=out, from_rank=1)
+        found = []
+        for step in range(3):
+            value[:] = 10 * step + group.rank
+            assert bound() is out
+            found.append(out.tolist())
+        pending = ops.started.broadcast(value, "cpu:0", from_rank=0)
+        found.append(pending.wait().tolist())
+        return found
+
+    assert run_ranks(2, run) == [[[1, 1], [11, 11], [21, 21], [20, 20]]] * 2
+
+
+def test_a_broadcast_from_a_rank_needs_an_algorithm_that_works_between_processes():
+    alone = cd.CollectiveAllReduce().bound.broadcast(np.float32([3]), "cpu:0", from_rank=0)
+    assert alone().tolist() == [3]
+    with pytest.raises(
+        OptionError, match="from_rank=0 with RingAllReduce, which works in this process alone"
+    ):
+        cd.RingAllReduce().bound.broadcast(np.float32([3]), "cpu:0", from_rank=0)
+
+
 def test_nccl_that_cannot_be_had_is_said_once(caplog):
     def run(group):
         ops = cd.CollectiveAllReduce(group=group, options=cd.CommunicationOptions(implementation="nccl"))

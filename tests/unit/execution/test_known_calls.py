@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import subprocess
 import sys
 from pathlib import Path
@@ -213,6 +214,45 @@ def test_trees_are_written_into_trees(make):
         ops.reduce("sum", value, value, out=value)
         assert numbers_of(value.values[1]) == [3] * 7
         assert hits(ops) == 2 + number
+
+
+def test_results_in_given_trees_are_these_trees(make):
+    ops, outs = cd.DirectAllReduce(), trees_of(make, 9)
+    bound = ops.bind("sum", (value := cd.PerReplica(trees_of(make))), value, out=outs)
+    for result in (
+        *(ops.reduce("sum", value, value, out=given) for given in (outs, outs, cd.Mirrored(outs))),
+        ops.batch_reduce("sum", [(value, value)], out=[outs])[0],
+        bound(),
+    ):
+        assert all(map(operator.is_, result.values, outs))
+        assert result.devices == value.devices
+    for _ in range(2):
+        assert ops.reduce("sum", value, "cpu:0", out=outs[0]) is outs[0]
+        assert numbers_of(outs[0]) == [3] * 7
+
+
+def test_a_tensor_that_is_recorded_beside_known_ones_is_noticed():
+    ops, plain = cd.DirectAllReduce(), torch.ones(3)
+    for _ in range(2):
+        ops.reduce("sum", cd.PerReplica([plain, plain]), "cpu:0")
+    recorded = torch.ones(3, requires_grad=True)
+    value = cd.PerReplica([plain, recorded])
+    ops.reduce("sum", value, "cpu:0").sum().backward()
+    assert recorded.grad.tolist() == [1] * 3
+    with torch.no_grad():
+        for _ in range(2):
+            assert not ops.reduce("sum", value, "cpu:0").requires_grad
+    assert ops.reduce("sum", value, "cpu:0").requires_grad
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_views_that_negate_or_conjugate_are_told_from_known_tensors(dtype):
+    ops, plain = cd.DirectAllReduce(), torch.ones(3, dtype=getattr(torch, dtype))
+    lazy = torch.full((3,), 2j).conj() if dtype == "complex64" else torch._neg_view(torch.full((3,), 2.0))
+    for other in (plain, plain, lazy, lazy, plain):
+        expected = (plain + other).resolve_conj().tolist()
+        assert ops.reduce("sum", cd.PerReplica([plain, other]), "cpu:0").tolist() == expected
+    assert hits(ops) == 3
 
 
 def test_trees_that_differ_from_known_ones_are_refused(make):
@@ -427,8 +467,8 @@ def test_the_first_example_of_the_readme_enters_few_functions_once_it_is_known(n
     command = [sys.executable, "-c", FIRST_EXAMPLE, str(Path(__file__).parents[2]), str(num_leaves)]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     new, given = map(int, ended.stdout.split())
-    assert new <= 42
-    assert given <= 50
+    assert new <= 35
+    assert given <= 37
 
 
 @pytest.mark.parametrize(

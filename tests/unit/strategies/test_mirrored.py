@@ -27,11 +27,10 @@ def own_replica():
 # -------------------------------------------------------------------- devices
 
 
-@pytest.mark.parametrize("devices", [None, []])
-def test_without_devices_and_gpus_every_usable_core_is_one(devices, monkeypatch):
+def test_without_devices_and_gpus_every_usable_core_is_one(monkeypatch):
     monkeypatch.setattr("crossdevice.strategies.running.loaded_libraries.num_torch_gpus", lambda: 0)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = cd.MirroredStrategy(devices).extended.worker_devices
+    found = cd.MirroredStrategy().extended.worker_devices
     assert [str(device) for device in found] == [f"cpu:{core}" for core in range(cores)]
 
 
@@ -55,6 +54,12 @@ def test_a_device_given_twice_gets_two_replicas():
 def test_bad_devices_are_refused(devices):
     with pytest.raises(DeviceError):
         cd.MirroredStrategy(devices)
+
+
+def test_no_device_at_all_is_refused():
+    for make in (cd.MirroredStrategy, lambda none: cd.MultiWorkerMirroredStrategy(devices=none)):
+        with pytest.raises(OptionError, match="devices is empty; expected at least one, or None for all"):
+            make([])
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,14 @@ from crossdevice.execution.local.passes import LeafRange, Passes, Results, in_se
 from crossdevice.execution.reading.leaf_spec import Columns, LeafSpec, Out, Outs
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.host.fused_pass import (
+    AddressTable,
     PassLayout,
     Pointers,
     RepeatedPasses,
     bound_batch,
     fused_batch,
     fused_pass,
+    give_back,
     pointers_of,
 )
 from crossdevice.kernels.host.resources.pool import (
@@ -212,8 +214,8 @@ class FlatPasses:
     ) -> tuple[Array, ...] | None:
         """The results of all leaves, in new memory or in `outs`; None if kernels cannot read some array.
 
-        `pointers` are those to inputs and then to `outs`, which have been announced, if they are known already;
-        in place those to inputs serve for both.
+        `pointers` are those to inputs and then to `outs`, which have been announced, if they are known; in
+        place, those to inputs serve for both.
         """
         started = now()
         backend, first_written = self._backend, 0
@@ -241,6 +243,8 @@ class FlatPasses:
             flight_recorder.events.append((self._work, started, now(), 1))
             flight_recorder.dump_after(error)
             raise
+        if type(read) is AddressTable:
+            give_back(read)
         stopped = now()
         if len(inputs) > MANY_ARRAYS:
             flight_recorder.events.append((_MEMORY, started, packed, 1))

@@ -200,6 +200,14 @@ def out_components(out: Any, destinations: tuple[Device, ...]) -> Sequence[Any]:
     return components
 
 
+def in_given_trees(result: Any, value: Value, destinations: tuple[Device, ...], out: Any) -> Any:
+    """The result of a structure in the trees of `out`, if there is one, whose arrays it was written to."""
+    if out is None or value.structure is None:
+        return result
+    trees = tuple(out_components(out, destinations))
+    return type(result).of(trees, destinations) if isinstance(result, DistributedValues) else trees[0]
+
+
 def delivered(results: Sequence[Array], out: Sequence[Array] | None, backend: Backend) -> tuple[Array, ...]:
     """The results themselves, or the arrays of `out` with the results written to them."""
     if out is None:

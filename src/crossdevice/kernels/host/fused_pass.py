@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import struct
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -34,7 +35,6 @@ from crossdevice.kernels.host.work_list import (
     Pieces,
     Task,
     WorkList,
-    address_of,
     as_words,
     halves,
     limited_range_bytes,
@@ -55,26 +55,31 @@ Arrays = Sequence[NDArray[Any]]
 class AddressTable:
     """Addresses of arrays' elements, laid out as kernels find them in a tuple of ndarrays."""
 
-    __slots__ = ("_pointers", "_words", "place")
+    __slots__ = ("_pack", "_pointers", "_words", "number", "place")
 
+    number: int
     place: int
     """The address of the first pointer."""
 
-    def __init__(self, addresses: Sequence[int]) -> None:
-        number = len(addresses)
-        words = np.empty(2 * number, np.int64)
-        words[:number] = addresses
-        start = address_of(words)
-        first = start - OBJECT_HEADER_BYTES
-        words[number:] = np.arange(first, first + number * WORD_BYTES, WORD_BYTES)
-        self._words, self._pointers, self.place = words, words[number:], start + number * WORD_BYTES
+    def __init__(self, number: int) -> None:
+        self.number, self._pack = number, struct.Struct(f"{number}q").pack_into
+        self._words = array("q", bytes(number * WORD_BYTES))
+        first = self._words.buffer_info()[0] - OBJECT_HEADER_BYTES
+        self._point(array("q", range(first, first + number * WORD_BYTES, WORD_BYTES)))
+
+    def fill(self, addresses: list[int]) -> None:
+        """Takes the place of the addresses before."""
+        self._pack(self._words, 0, *addresses)
 
     def at(self, positions: Sequence[int]) -> AddressTable:
-        """Returns the pointers at these positions."""
+        """Returns the pointers at these positions, to the addresses of this table."""
         table = AddressTable.__new__(AddressTable)
-        table._words, table._pointers = self._words, self._pointers[positions]
-        table.place = address_of(table._pointers)
+        table._words = self._words
+        table._point(array("q", [self._pointers[position] for position in positions]))
         return table
+
+    def _point(self, pointers: array[int]) -> None:
+        self._pointers, self.place = pointers, pointers.buffer_info()[0]
 
 
 Pointers: TypeAlias = "tuple[Any, ...] | AddressTable"
@@ -659,9 +664,30 @@ class RepeatedPasses:
         )
 
 
+_tables: dict[int, list[AddressTable]] = {}
+"""Tables that no call of any thread uses, by their sizes; taken and given back in one step."""
+
+MAX_TABLE_SIZES = 64
+
+
 def pointers_of(found: tuple[Any, ...] | list[int] | None) -> Pointers | None:
-    """Returns what kernels read: ndarrays as they are, addresses in a table."""
-    return AddressTable(found) if isinstance(found, list) else found
+    """Returns what kernels read: ndarrays as they are, addresses in a table, to be given back."""
+    if not isinstance(found, list):
+        return found
+    number = len(found)
+    try:
+        table = _tables[number].pop()
+    except (KeyError, IndexError):
+        table = AddressTable(number)
+    table.fill(found)
+    return table
+
+
+def give_back(table: AddressTable) -> None:
+    """Keeps a table for other calls."""
+    if len(_tables) >= MAX_TABLE_SIZES and table.number not in _tables:
+        _tables.clear()
+    _tables.setdefault(table.number, []).append(table)
 
 
 def place_of(pointers: Pointers) -> int:

@@ -144,10 +144,10 @@ def compiled_kernel(name: str) -> Kernel:
     A "chain" combines inputs from left to right, "onto" adds them to what the output holds, of float64, and
     a "tree" combines them as a program says.
 
-    Called with the address of a header and rows (`as_words`), it takes rows until none is left. What rows say
-    of pointers to inputs and to outputs and of leftovers (`LEFTOVER_WORDS`) is added to the next three
-    addresses, or to zeros. Last comes the address of scratch memory (`SCRATCH_BYTES`), which may be 0 if there
-    are fewer inputs than `MANY_INPUTS`.
+    Called with the address of a header and rows (`as_words`), it takes rows until none is left. The next
+    three addresses, or zeros, are added to what rows say: where pointers to inputs are, pointers to outputs,
+    and leftovers (`LEFTOVER_WORDS`). Last comes the address of scratch memory (`SCRATCH_BYTES`), which may be
+    0 if there are fewer inputs than `MANY_INPUTS`.
     """
     return compiled(_kernel_function(name), name, SIGNATURE)
 
