@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -800,7 +801,13 @@ def _split(whole: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
 
 def _what(tensor: torch.Tensor) -> str:
     """Describes a tensor for errors and other ranks."""
-    return f"{counted(tensor.numel(), 'element')} of {str(tensor.dtype).removeprefix('torch.')}"
+    return _elements_text(tensor.numel(), tensor.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _elements_text(number: int, dtype: torch.dtype) -> str:
+    # Kept: every collective says what it is.
+    return f"{counted(number, 'element')} of {str(dtype).removeprefix('torch.')}"
 
 
 def _results(lists: Sequence[Tensors]) -> list[Any]:
