@@ -287,8 +287,11 @@ class ProcessGroup:
     def give_up(self, why: str) -> None:
         """Breaks the group and tells the others, which would wait for this rank until their deadlines."""
         if self._is_usable:
-            self._break(why)
-            self._say_last(why)
+            self._broken = why
+            try:
+                self._say_last(why)
+            finally:
+                self._abandon()
 
     def close(self) -> None:
         """Ends the group on this rank, from any thread, and gives up unfinished messages."""

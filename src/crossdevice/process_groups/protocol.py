@@ -69,6 +69,17 @@ Engines that can tell have it, as `gone_ranks`.
 """
 
 
+@runtime_checkable
+class SaysFarewell(Protocol):
+    """Notes over the connections of an engine, for engines with a board that can be lost."""
+
+    farewell: str
+    """Last note of this rank, which the others get before it hangs up."""
+
+    def farewells(self) -> Mapping[int, str]:
+        """Returns the notes of ranks that have hung up; one with an ended connection and no note is gone."""
+
+
 class DeviceCollectives(Protocol):
     """Collectives of an engine on PyTorch's tensors where they are; all are contiguous."""
 

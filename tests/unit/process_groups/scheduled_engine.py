@@ -71,6 +71,7 @@ class Schedule:
         self.mail = {}  # sender, receiver, tag: pairs of when it is there, and what it is
         self.ends = {}  # one side, other side: when that one sees that the connection has ended
         self.board, self.pages = {}, {}  # all notes of each rank, with the time from which they are seen
+        self.farewells = {}  # one side, other side: what that one said as it hung up, read once that is seen
         self._events = set()
         self._waiting = {}  # by rank: until when, and for what
         self._turns = [threading.Semaphore(0) for _ in range(size)]
@@ -159,8 +160,10 @@ class Schedule:
             self.hang_up(fault.rank)
             raise Died
 
-    def hang_up(self, rank):
+    def hang_up(self, rank, farewell=""):
         for peer in range(self.size):
+            if (peer, rank) not in self.ends:
+                self.farewells[peer, rank] = farewell
             self.end(rank, peer)
 
     def end(self, one, other):
@@ -253,6 +256,9 @@ class ScheduledEngine:
             self.gone_ranks = lambda: [
                 peer for peer in range(self.size) if peer != rank and schedule.has_ended(rank, peer)
             ]
+        if self.board_keeper is not None:
+            self.farewell = ""
+            self.farewells = self._farewells
 
     def begin(self, sends, receives, tag):
         return Messages(self._schedule, self.rank, sends, receives, tag)
@@ -276,7 +282,16 @@ class ScheduledEngine:
     def abandon(self):
         """Hangs up, as real engines do."""
         if self.rank not in self._schedule.dead:
-            self._schedule.hang_up(self.rank)
+            self._schedule.hang_up(self.rank, getattr(self, "farewell", ""))
+
+    def _farewells(self):
+        """Those of ranks that are seen to have hung up."""
+        said = {
+            peer: text
+            for (side, peer), text in self._schedule.farewells.items()
+            if side == self.rank and self._schedule.has_ended(side, peer)
+        }
+        return {peer: text for peer, text in said.items() if text}
 
     def close(self):
         self.abandon()

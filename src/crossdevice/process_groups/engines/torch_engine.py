@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -92,6 +92,14 @@ def nccl_of(store: dist.Store, rank: int, size: int) -> TorchCollectives | None:
 
 HANG_UP_TAG, CONTACT_TAG = (1 << 31) - 1, (1 << 31) - 2
 """Tags of messages that are never received."""
+
+FAREWELL_TAG = (1 << 31) - 3
+"""Tag of the last message of a rank, for which memory is ready on all others from the beginning."""
+
+FAREWELL_BYTES = 4096
+"""Length of a farewell: text, zeros, and at the end, which is written last, `FAREWELL_END`."""
+
+FAREWELL_END = 1
 
 UPPER_TAGS = 1 << 30
 """Lowest tag of an engine whose gloo group a program also uses, with lower ones."""
@@ -220,7 +228,7 @@ class TorchEngine:
         self.rank = rank
         self.size = size
         self.board_keeper = board_keeper
-        self._first_tag, self.largest_tag = first_tag, CONTACT_TAG - 1 - first_tag
+        self._first_tag, self.largest_tag = first_tag, FAREWELL_TAG - 1 - first_tag
         deadline = TimedCalls(timeout_seconds)
         keeps_store = board_keeper == rank
         meeting = Meeting(
@@ -232,10 +240,16 @@ class TorchEngine:
         self._left: list[_Awaited] = []
         self._doubted: _Awaited | None = None
         self._is_store_gone = False
+        self.farewell = ""
         nccl = nccl_of(self._store, rank, size)
         self.device_collectives: Mapping[str, DeviceCollectives] = {} if nccl is None else {"cuda": nccl}
         self._gloo: Any = self._connected(host, deadline)
         leave_behind_at_fork(self._gloo)
+        others = [peer for peer in range(size) if peer != rank]
+        self._mail = {peer: np.zeros(FAREWELL_BYTES, np.uint8) for peer in others}
+        self._deliveries = [
+            self._gloo.recv([from_numpy(memory)], peer, FAREWELL_TAG) for peer, memory in self._mail.items()
+        ]
 
     @property
     def store(self) -> dist.Store:
@@ -302,8 +316,12 @@ class TorchEngine:
     def gone_ranks(self) -> Collection[int]:
         """Returns the ranks with connections that take no more messages."""
         gloo = self._gloo
-        others = [] if gloo is None else [peer for peer in range(self.size) if peer != self.rank]
-        return [peer for peer in others if _refused(gloo, peer) is not None]
+        return [] if gloo is None else [peer for peer in self._mail if _refused(gloo, peer) is not None]
+
+    def farewells(self) -> Mapping[int, str]:
+        """Returns what ranks have said before they hung up."""
+        said = {peer: memory for peer, memory in self._mail.items() if memory[-1] == FAREWELL_END}
+        return {peer: memory[:-1].tobytes().rstrip(b"\0").decode() for peer, memory in said.items()}
 
     def abandon(self) -> None:
         """Hangs up: unfinished messages end with an error, here and at the other end.
@@ -313,12 +331,28 @@ class TorchEngine:
         gloo = self._gloo
         # Without a store, that is all the news that ranks of other hosts get.
         if gloo is not None and (self._is_out or self._is_store_gone):
-            _hang_up(gloo, [peer for peer in range(self.size) if peer != self.rank])
+            self._say_farewell(gloo)
+            _hang_up(gloo, self._mail)
 
     def close(self) -> None:
         """Hangs up, and leaves."""
         self.abandon()
-        self._gloo = None
+        gloo, self._gloo = self._gloo, None
+        if gloo is not None:
+            self._say_farewell(gloo)
+        self._deliveries.clear()
+
+    def _say_farewell(self, gloo: Any) -> None:
+        """Sends this rank's last note to all others, once."""
+        text, self.farewell = self.farewell.encode(), ""
+        if not text or len(text) >= FAREWELL_BYTES:
+            return
+        memory = np.zeros(FAREWELL_BYTES, np.uint8)
+        memory[: len(text)] = np.frombuffer(text, np.uint8)
+        memory[-1] = FAREWELL_END
+        for peer in self._mail:
+            with contextlib.suppress(RuntimeError):  # of one that has left before
+                gloo.send([from_numpy(memory)], peer, FAREWELL_TAG)
 
     def _connected(self, host: str | None, deadline: TimedCalls) -> Any:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
@@ -375,7 +409,7 @@ def _refused(gloo: Any, peer: int) -> RuntimeError | None:
     return None
 
 
-def _hang_up(gloo: Any, peers: Sequence[int]) -> None:
+def _hang_up(gloo: Any, peers: Iterable[int]) -> None:
     """Closes all connections of a gloo group; gloo itself does that only after a receive times out.
 
     A peer that is gone cannot be waited for, so each is tried.

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from crossdevice.process_groups.background import BackgroundCall, BackgroundThread
 from crossdevice.process_groups.notes.introduction import Signer
-from crossdevice.process_groups.protocol import Engine
+from crossdevice.process_groups.protocol import Engine, SaysFarewell
 from crossdevice.values.disagreement import disagreement, numbered
 
 PATIENCE_SECONDS = 0.25
@@ -22,7 +22,7 @@ GRACE_SECONDS = 2.0
 """Time for others to put up their notes before a rank that gives up reads them."""
 
 MAX_LETTERS = 150
-"""Maximum length of each text of a note that does not fit the page."""
+"""Maximum length of each text of a note that does not fit the page, and of a farewell."""
 
 REFUSED = "refused"
 """Stands for the signature of a refused call; real signatures are hexadecimal."""
@@ -83,6 +83,8 @@ class Found(NamedTuple):
     notes: Mapping[int, Note]
     is_complete: bool = True
     """True if ranks without a note have put up none."""
+    has_farewells: bool = False
+    """True if ranks that hang up say so to each of the others."""
 
 
 class Page(Protocol):
@@ -100,6 +102,7 @@ class Board:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._farewells = engine if isinstance(engine, SaysFarewell) else None
         self._thread = BackgroundThread(f"crossdevice notes of rank {engine.rank}")
         self._exchanged: BackgroundCall | None = None
         self._page: Page | None = None
@@ -130,11 +133,13 @@ class Board:
             with contextlib.suppress(Exception):  # the engine's own: who keeps the board may be gone
                 found.append(self._read(exchanged.result()))
                 is_complete = True
+        if self._farewells is not None:
+            found.append(self._read(self._farewells.farewells()))
         notes: dict[int, Note] = {}
         for rank, theirs in ((rank, theirs) for each in found for rank, theirs in each.items()):
             if rank not in notes or notes[rank].beat < theirs.beat:
                 notes[rank] = theirs
-        return Found(notes, is_complete)
+        return Found(notes, is_complete, self._farewells is not None)
 
     def leave(self, note: Note) -> None:
         """Puts up the last note of this rank."""
@@ -142,12 +147,16 @@ class Board:
         self._thread.submit(lambda: self._engine.post(text)).wait(GRACE_SECONDS)
 
     def _put_up(self, note: Note) -> str:
-        """Signs the note and writes it to the page; returns the text for the engine's board."""
+        """Signs the note, writes it to the page and as farewell; returns the text for the engine's board."""
         note = note._replace(beat=next(self._beats))
-        text = self.signer.signed(note.written(), self._engine.rank)
+        text, short = (
+            self.signer.signed(each.written(), self._engine.rank)
+            for each in (note, note.shortened(MAX_LETTERS))
+        )
         if self._page is not None and not self._page.put_note(text):
-            short = note.shortened(MAX_LETTERS).written()
-            self._page.put_note(self.signer.signed(short, self._engine.rank))
+            self._page.put_note(short)
+        if self._farewells is not None:
+            self._farewells.farewell = short
         return text
 
     def _read_page(self) -> dict[int, Note]:
@@ -203,6 +212,7 @@ def roll_call(
     lost: Collection[int] | None = None,
     awaited: Collection[int] = (),
     is_complete: bool = True,
+    has_farewells: bool = False,
     keeper: int | None = None,
 ) -> str:
     """Lists the ranks at a call, and the positions of the others.
@@ -211,6 +221,7 @@ def roll_call(
         lost: the ranks that are gone, if contact was lost: every live rank has given up since. Else None.
         awaited: the ranks with messages that may not have come, if that is known.
         is_complete: whether ranks without a note have put up none.
+        has_farewells: whether those that hang up say so without the board, too.
         keeper: the rank that keeps the board, if one of them does. If the board cannot be reached it is named
             first: others may have hung up because of it, and could not say so. Once it has given up itself,
             nothing is missing from the board: it has only left before others.
@@ -223,7 +234,7 @@ def roll_call(
     is_complete = is_complete or (last is not None and bool(last.gave_up))
     unreachable = None if is_complete or keeper in gone else keeper
     # A rank that hangs up because of the keeper cannot report it.
-    because = "" if is_complete or keeper is None else ", maybe only because of that"
+    because = "" if is_complete or has_farewells or keeper is None else ", maybe only because of that"
     ended: list[str] = []
     missing, present, silent = [], [], []
     for rank, member in enumerate(members):

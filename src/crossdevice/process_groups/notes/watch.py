@@ -63,6 +63,7 @@ class Watch:
         self._fresh: dict[int, bool] = {}
         self._heard = dict.fromkeys(range(len(members)), time.monotonic())
         self._is_reachable = True
+        self._has_farewells = False
         self._is_agreeing = False
         self.gave_up = ""
         self.lost: set[int] | None = None
@@ -118,7 +119,7 @@ class Watch:
             self._is_agreeing,
         )
         found = self._exchange_notes(mine)
-        self._is_reachable = found.is_complete
+        self._is_reachable, self._has_farewells = found.is_complete, found.has_farewells
         for rank, note in found.notes.items():
             if self._notes.get(rank) != note:
                 self._fresh[rank] = True
@@ -157,8 +158,8 @@ class Watch:
             # Before the notes are read: a rank that was held up for long judges the last ones, too.
             now = time.monotonic()
             ended |= set(ended_processes())
-            # Where notes cannot be read, those who hang up because of a lost rank cannot say so.
-            if self._is_reachable or now < begun + GRACE_SECONDS / 2:
+            # Where nothing is read, those who hang up because of a lost rank cannot say so.
+            if self._is_reachable or self._has_farewells or now < begun + GRACE_SECONDS / 2:
                 ended |= set(ended_connections())
             self._give_up(known)
             heard = {rank for rank, note in self._notes.items() if note.gave_up}
@@ -237,5 +238,6 @@ class Watch:
             lost=self.lost,
             awaited=self.awaited,
             is_complete=self._is_reachable,
+            has_farewells=self._has_farewells,
             keeper=self._keeper,
         )

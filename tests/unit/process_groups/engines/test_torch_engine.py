@@ -518,3 +518,20 @@ def test_ranks_with_ended_connections_are_told_from_the_others(store):
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(be, range(3)))
+
+
+def test_a_rank_that_hangs_up_says_its_last_note_to_each_of_the_others_without_the_store(store):
+    engines = joined(4, store)
+    engines[1].farewell = "rank 3 is gone"
+    engines[2].farewell = "x" * torch_engine.FAREWELL_BYTES  # too long to be sent
+    engines[1]._is_store_gone = True
+    engines[1].abandon()
+    engines[2].close()
+    end = time.monotonic() + 60.0
+    while engines[0].gone_ranks() != [1, 2]:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert engines[0].farewells() == {1: "rank 3 is gone"}
+    engines[1].close()
+    engines[3].close()
+    engines[0].close()
