@@ -24,7 +24,7 @@ def test_compiled_modules_are_replicated_with_their_code(compiled):
     torch.testing.assert_close([g for g in found.values() if g is not None], expected)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_modules_that_were_compiled_in_place_and_scripts_are_refused():
     module = network()
     module[0].compile(backend="eager")
