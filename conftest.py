@@ -110,9 +110,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Judges deprecations at import, which no test would report."""
-    with judged_deprecations():
-        return (yield)
+    """Judges deprecations at import, which no test would report; of what is imported, nothing is garbage."""
+    gc.disable()
+    try:
+        with judged_deprecations():
+            return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

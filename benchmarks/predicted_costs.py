@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from published_curves import CLUSTER_TIMES, CURVES, published_times
@@ -45,11 +45,11 @@ def machine_table(precision: str) -> Iterator[str]:
             yield f"| {machine} | {size} | " + " | ".join(marked) + " |"
 
 
-def order_table() -> Iterator[str]:
+def order_table(counts: Sequence[int]) -> Iterator[str]:
     """Nodes of 8 H100, fastest first."""
     yield "| devices | size | fastest | then | then | slowest |"
     yield "| --- | --- | --- | --- | --- | --- |"
-    for count in COUNTS:
+    for count in counts:
         for size, num_bytes in SIZES.items():
             durations = predicted_durations(read_topology("hgx_h100", count), num_bytes, precision="fast")
             order = sorted(ORDERED, key=lambda name: durations[name].seconds)
@@ -76,8 +76,8 @@ def measured_table() -> Iterator[str]:
         )
 
 
-def tables() -> str:
-    """All of it, as the page has it."""
+def tables(counts: Sequence[int] = COUNTS) -> str:
+    """All of it, as the page has it, on clusters of these numbers of devices."""
     lines = [
         BEGIN,
         "",
@@ -91,7 +91,7 @@ def tables() -> str:
         "",
         'Nodes of 8 H100 with 8 ports of 400 Gb/s each, `precision="fast"`:',
         "",
-        *order_table(),
+        *order_table(counts),
         "",
         END,
     ]

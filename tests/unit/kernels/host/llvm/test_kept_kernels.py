@@ -42,7 +42,7 @@ def place():
     """A folder with a copy of the package that nobody can write to; in pytest's own, nobody could read it."""
     folder = Path(tempfile.mkdtemp(prefix="crossdevice-"))
     site = folder / "site"
-    shutil.copytree(PACKAGE, site / "crossdevice", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, site / "crossdevice", ignore=shutil.ignore_patterns("*.nbi", "*.nbc"))
     (folder / "home").mkdir()
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
