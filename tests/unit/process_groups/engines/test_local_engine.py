@@ -295,7 +295,7 @@ def test_a_path_that_is_too_long_and_a_rank_that_is_none_are_refused(folder):
 def test_a_second_group_of_one_name_waits_for_its_turn(folder):
     def form():
         with pytest.raises(DeadlineError):
-            LocalEngine(folder, 0, 2, timeout_seconds=1.0)
+            LocalEngine(folder, 0, 2, timeout_seconds=3.0)
 
     engine = threading.Thread(target=form)
     engine.start()

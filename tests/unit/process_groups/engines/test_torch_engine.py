@@ -24,6 +24,9 @@ from crossdevice.process_groups.engines import torch_engine, torch_meeting, torc
 from crossdevice.process_groups.protocol import Message  # noqa: E402
 from crossdevice.values.launchers import Launch  # noqa: E402
 
+SOON_SECONDS = 30.0
+"""After a deadline, on a machine that has other things to do as well."""
+
 
 @pytest.fixture
 def store():
@@ -74,19 +77,19 @@ def test_a_listener_that_says_nothing_is_not_waited_for_beyond_the_deadline():
         start = time.monotonic()
         with pytest.raises(ProcessGroupError, match=r"could not be reached: .* \(no answer in 0.5 seconds\)"):
             torch_engine.form_group(1, 2, *silent.getsockname(), timeout_seconds=0.5)
-        assert time.monotonic() - start < 5.0
+        assert time.monotonic() - start < SOON_SECONDS
 
 
 def test_a_store_that_falls_silent_is_not_waited_for_beyond_the_deadline():
     class Silent(torch.distributed.Store):
         def add(self, key, amount):
-            silence.wait(30.0)
+            silence.wait(4 * SOON_SECONDS)
             return 1
 
     silence, start = threading.Event(), time.monotonic()
     with pytest.raises(DeadlineError, match="the store in which rank 1 waits does not answer"):
         torch_engine.form_group(1, 2, "127.0.0.1", store=Silent(), timeout_seconds=0.5)
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < SOON_SECONDS
     silence.set()
 
 
@@ -120,7 +123,7 @@ with socket.create_server(("127.0.0.1", 0)) as silent:
 def test_a_rank_that_gave_up_first_is_not_said_to_have_stayed_away(store):
     def fail(rank):
         with pytest.raises(DeadlineError) as caught:
-            torch_engine.form_group(rank, 3, "127.0.0.1", store=store, timeout_seconds=0.3 + 1.2 * rank)
+            torch_engine.form_group(rank, 3, "127.0.0.1", store=store, timeout_seconds=0.3 + 5.0 * rank)
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:
@@ -175,8 +178,9 @@ def test_ranks_of_a_launch_that_disagree_about_their_number_are_all_told(store, 
 
 def test_ranks_that_wait_for_groups_of_different_sizes_are_told(store):
     def fail(size):
+        seconds = {2: 3.0, 3: 9.0}[size]
         with pytest.raises(DeadlineError) as caught:
-            torch_engine.form_group(size - 2, size, "127.0.0.1", store=store, timeout_seconds=size - 1.0)
+            torch_engine.form_group(size - 2, size, "127.0.0.1", store=store, timeout_seconds=seconds)
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:
@@ -243,7 +247,7 @@ def test_a_store_that_cannot_be_reached_is_named():
         ProcessGroupError, match=r"127.0.0.1:1, .* could not be reached: is rank 0 there"
     ) as lost:
         torch_engine.form_group(1, 2, "127.0.0.1", 1, timeout_seconds=0.5)
-    assert time.monotonic() - started < 3.5
+    assert time.monotonic() - started < SOON_SECONDS
     assert len(str(lost.value)) < 500  # without the traces of PyTorch's C++
 
 
