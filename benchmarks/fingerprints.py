@@ -3,11 +3,15 @@
 `python benchmarks/fingerprints.py` prints one line per size, and fails where that of contiguous arrays
 reaches less than FLOOR of the speed of reading. Arrays are taken in turn from as many as do not fit into a
 cache, by the same threads on both sides, and rounds of both alternate: only the ratio is to be trusted.
+
+`--gpu` does so on a GPU, by its own events, beside PyTorch's sum of the same memory as float32, and half of a
+copy of it; the time of a whole call, which waits for the digest on the host, is printed, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import itertools
 import statistics
@@ -28,6 +32,14 @@ FLOOR, STRIDED_FLOOR = 0.8, 0.3
 SIZES = (1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 BEYOND_CACHE = 256 << 20
 PIECE_WORDS = 64 << 10
+
+GPU_SIZES = (1 << 20, 64 << 20, 1 << 30)
+BEYOND_GPU_CACHE, SMALL_GPU_BYTES = 1 << 30, 16 << 20
+MAX_LAUNCHES = 256
+"""Of a kind in a row: more fill the queue of the GPU while it is kept busy."""
+
+HEAD_START_CYCLES = 40_000_000
+"""For which the GPU is kept busy before it is timed, so that it never waits for Python."""
 
 Array = NDArray[Any]
 
@@ -77,11 +89,57 @@ def compare(name: str, num_bytes: int, rounds: int, arrays: Sequence[Array], flo
     return ratio >= floor
 
 
+def compare_on_gpu(num_bytes: int, rounds: int) -> bool:
+    """Prints a line; whether sums are read off the GPU's memory as fast as they should be."""
+    import torch
+
+    from crossdevice.kernels.cuda.gpu_fingerprint import add_sums
+
+    device = torch.device("cuda")
+    arrays = [torch.ones(num_bytes // 4, device=device) for _ in range(max(2, BEYOND_GPU_CACHE // num_bytes))]
+    arrays = arrays[:MAX_LAUNCHES]
+    total = torch.zeros(4, dtype=torch.int64, device=device)
+    target, mean = torch.empty_like(arrays[0]), torch.empty((), device=device)
+
+    def gpu_seconds(call: Callable[[Any], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        start.record()
+        for array in arrays:
+            call(array)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / len(arrays)
+
+    calls: dict[str, Callable[[Any], object]] = {
+        "sum": lambda array: torch.sum(array, dim=0, out=mean),
+        "copy": target.copy_,
+        "fingerprint": lambda array: add_sums(array.view(torch.uint8), total),
+    }
+    times: dict[str, list[float]] = {each: [] for each in (*calls, "call")}
+    for _ in range(rounds + 1):
+        for each, call in calls.items():
+            times[each].append(gpu_seconds(call))
+        times["call"].append(seconds(cd.fingerprint, arrays))
+    of_sum, of_copy, of_ours, of_call = (statistics.median(each[1:]) for each in times.values())
+    reading = min(of_sum, of_copy / 2) if num_bytes > SMALL_GPU_BYTES else of_sum
+    print(
+        f"{num_bytes >> 20:4} MiB on a GPU  {num_bytes / of_ours / 1e9:6.0f} GB/s ({of_ours * 1e6:.1f} us)"
+        f"  sum {num_bytes / of_sum / 1e9:6.0f}  copy {2 * num_bytes / of_copy / 1e9:6.0f} GB/s"
+        f"  {reading / of_ours:5.2f} of reading (floor {FLOOR})  a call {of_call * 1e6:.0f} us"
+    )
+    return reading / of_ours >= FLOOR
+
+
 def main() -> None:
     """Compares all sizes; exits with 1 below a floor."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--gpu", action="store_true", help="arrays in the memory of a GPU")
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
+    if arguments.gpu:
+        sys.exit(0 if all(list(map(functools.partial(compare_on_gpu, rounds=rounds), GPU_SIZES))) else 1)
     are_fast = []
     for num_bytes in SIZES:
         side = int((num_bytes // 4) ** 0.5)

@@ -135,3 +135,22 @@ def test_replicas_work_on_the_callers_stream():
             assert sums.values[1].tolist() == [1.0] * 99
     (streams, _) = strategy.run(step)
     assert streams.values == (torch.cuda.default_stream().cuda_stream,) * 2
+
+
+@pytest.mark.parametrize("elements", [0, 1, 1023, 4096, 4099, 70_001, 9_000_001])
+def test_a_fingerprint_on_a_gpu_is_that_of_the_host(elements):
+    host = torch.randint(-100, 100, (elements + 1,), dtype=torch.int16)
+    found, expected = (
+        cd.fingerprint(
+            {"whole": each, "elsewhere": each[1:], "turned": each[: elements // 6 * 6].reshape(6, -1).T}
+        )
+        for each in (host.cuda(), host)
+    )
+    assert found.leaves == expected.leaves
+
+
+def test_a_fingerprint_waits_for_pending_work_and_reads_what_it_made():
+    memory = torch.zeros(1 << 20, device="cuda")
+    torch.cuda._sleep(20_000_000)
+    memory += 1
+    assert cd.fingerprint(memory) == cd.fingerprint(torch.ones(1 << 20))

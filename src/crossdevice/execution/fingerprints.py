@@ -26,7 +26,6 @@ from crossdevice.kernels.host.fingerprint_pass import (
     pieces_of,
     sums_of,
 )
-from crossdevice.kernels.position_keys import Words
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.values.delegation import PlacedArray
 from crossdevice.values.device import device_of
@@ -218,7 +217,7 @@ def _digests(items: Sequence[_Item]) -> list[str]:
     """The digest of each; all that are in host memory are read in one pass."""
     headers: list[str] = []
     pieces: list[Piece] = []
-    on_gpu: dict[int, Words] = {}
+    on_gpu: dict[int, Array] = {}
     for number, (path, array, note) in enumerate(items):
         backend = backend_of(array, 0, path)
         plain = array if backend.autograd is None else backend.autograd.unrecorded(array)
@@ -227,14 +226,14 @@ def _digests(items: Sequence[_Item]) -> list[str]:
         if _is_on_host(plain):
             pieces += _pieces(number, backend, plain, path)
         elif _is_read_on_gpu(backend, plain):
-            from crossdevice.kernels.cuda.gpu_fingerprint import sums_on_gpu
-
-            on_gpu[number] = sums_on_gpu(plain)
+            on_gpu[number] = plain
         else:
             pieces += pieces_of(number, backend.to_host(plain))
     sums = sums_of(pieces, len(items))
-    for number, found in on_gpu.items():
-        sums[number] = found
+    if on_gpu:
+        from crossdevice.kernels.cuda.gpu_fingerprint import sums_on_gpu
+
+        sums[list(on_gpu)] = sums_on_gpu(list(on_gpu.values()))
     return [
         hashlib.blake2b(header.encode() + line.astype("<u8").tobytes(), digest_size=DIGEST_BYTES).hexdigest()
         for header, line in zip(headers, sums, strict=True)

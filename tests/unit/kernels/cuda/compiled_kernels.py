@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from crossdevice.kernels.cuda.families import MAX_PARTS, arranged, block_elements
-from crossdevice.kernels.cuda.gpu_fingerprint import BLOCKS, WIDTH
+from crossdevice.kernels.cuda.gpu_fingerprint import BLOCKS, UNROLLED
 from crossdevice.kernels.cuda.gpu_fingerprint import NUM_WARPS as FINGERPRINT_WARPS
 from crossdevice.kernels.cuda.gpu_sums import BLOCK as SUM_BLOCK
 from crossdevice.kernels.cuda.gpu_sums import NUM_WARPS as SUM_WARPS
@@ -103,10 +103,11 @@ def test_kernels_compile_with_wide_accesses_and_without_contraction(kind):
 def test_fingerprints_read_16_bytes_at_a_time_and_multiply_32_bits():
     numbers = (ANY_ADDRESS,) * 3, (1, 2)
     compiled = sum_blocks.warmup(
-        *numbers[0], *numbers[1], BLOCKS, WIDTH, grid=(1,), num_warps=FINGERPRINT_WARPS
+        *numbers[0], *numbers[1], BLOCKS, UNROLLED, grid=(1,), num_warps=FINGERPRINT_WARPS
     )
     code = compiled.asm["ptx"]
     assert re.search(r"ld\.global\.v4\.b32", code)
+    assert not re.search(r"ld\.(global|shared)\.b32", code)  # keys, too
     assert "mul.wide.u32" in code or "mad.wide.u32" in code
 
 

@@ -37,21 +37,26 @@ def host_sums(memory):
 @pytest.mark.parametrize("size", SIZES)
 def test_sums_are_those_of_the_host(size):
     memory = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
-    assert sums_on_gpu(torch.from_numpy(memory)).tolist() == host_sums(memory)
+    assert sums_on_gpu([torch.from_numpy(memory)]).tolist() == [host_sums(memory)]
 
 
 @pytest.mark.parametrize("blocks", [BLOCKS, 5 * BLOCKS, 6 * BLOCKS - 1])
 def test_programs_that_read_several_tiles_add_them_up(monkeypatch, blocks):
-    monkeypatch.setattr(gpu_fingerprint, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(gpu_fingerprint, "_max_programs", lambda device: 2)
     memory = np.random.default_rng(blocks).integers(0, 256, blocks * BLOCK_BYTES + 9, dtype=np.uint8)
-    assert sums_on_gpu(torch.from_numpy(memory)).tolist() == host_sums(memory)
+    assert sums_on_gpu([torch.from_numpy(memory)]).tolist() == [host_sums(memory)]
 
 
 def test_an_address_that_cannot_be_read_at_once_is_copied_first():
     memory = np.random.default_rng(1).integers(0, 256, 9000, dtype=np.uint8)
-    assert sums_on_gpu(torch.from_numpy(memory)[3:]).tolist() == host_sums(memory[3:])
+    assert sums_on_gpu([torch.from_numpy(memory)[3:]]).tolist() == [host_sums(memory[3:])]
 
 
 def test_transposed_tensors_are_read_in_the_order_of_their_indices():
     tensor = torch.arange(2400, dtype=torch.float32).reshape(40, 60)
-    assert sums_on_gpu(tensor.T).tolist() == host_sums(np.ascontiguousarray(tensor.T.numpy()))
+    assert sums_on_gpu([tensor.T]).tolist() == [host_sums(np.ascontiguousarray(tensor.T.numpy()))]
+
+
+def test_several_arrays_have_a_row_of_sums_each():
+    tensors = [torch.arange(size, dtype=torch.int16) for size in (5000, 0, 3)]
+    assert sums_on_gpu(tensors).tolist() == [host_sums(tensor.numpy()) for tensor in tensors]
