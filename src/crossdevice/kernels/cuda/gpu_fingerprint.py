@@ -16,13 +16,13 @@ from crossdevice.kernels.position_keys import BLOCK_BYTES, NUM_SUMS, Words, word
 BLOCKS = 4
 """Blocks that a program reads at a time: one for each warp."""
 
-UNROLLED = 4
+UNROLLED = 8
 """Loads of a block that a thread waits for at a time."""
 
 NUM_WARPS = 4
 
-PROGRAMS_PER_PROCESSOR = 8
-"""Programs that fit a processor of a GPU at the same time."""
+PROGRAMS_PER_PROCESSOR = 4
+"""Programs that fit a processor of a GPU at the same time, by the registers that they use."""
 
 ALIGNMENT = 16
 

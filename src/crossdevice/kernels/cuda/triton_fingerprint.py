@@ -29,8 +29,8 @@ def sum_blocks(words, keys, sums, first_block, num_blocks, BLOCKS: tl.constexpr,
     """Adds the sums of every n-th tile of `BLOCKS` whole blocks, for n programs, to those at `sums`.
 
     `words` is the address of the first block, at a multiple of 16, and `first_block` its number; `keys` has
-    32 bits for each key. A thread adds up the words that it loads at once before anything else: so few
-    registers are in use that enough threads wait for memory at a time.
+    32 bits for each key. A thread adds up the words that it loads at once before anything else: that
+    leaves registers for all loads of a block, and for enough threads that wait for memory at a time.
     """
     base = words.to(tl.pointer_type(tl.uint32))
     key = keys.to(tl.pointer_type(tl.uint32))
