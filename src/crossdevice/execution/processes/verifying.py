@@ -89,6 +89,10 @@ class _SumsOf:
         offset = (start - self._start) * self._item_bytes
         return Summed(array, self._sums, offset, self._kind)
 
+    def clear(self) -> None:
+        """Sets them to 0, for the same ranges in another call."""
+        self._sums[:] = 0
+
     def of(self, arrays: Sequence[Flat]) -> Flat:
         """Returns the sums of these arrays; adds them up now unless that is done."""
         if self._num_bytes != sum([array.nbytes for array in arrays]):
@@ -98,17 +102,29 @@ class _SumsOf:
         return self._sums
 
 
-_SharedKey = tuple[str, Buffer, tuple[int, ...]]
-"""What goes through shared memory: a leaf, an array of one rank, and who reads it."""
+_SharedKey = tuple[Buffer, tuple[int, ...]]
+"""What goes through shared memory: an array of one rank, and who reads it."""
 
 
-class _LeafSums(NamedTuple):
-    """The shards of a leaf, with what is added up of them: results, and of integers that wrap all arrays."""
+class LeafSums(NamedTuple):
+    """What transports add up of a leaf, in places that stay the same if they are used again.
+
+    Of its shards: results, and of integers that wrap all arrays; of shared memory: what is shown and seen.
+    """
 
     shards: Sequence[Shard]
     results: Sequence[_SumsOf]
     brought: Sequence[_SumsOf]
     made: Sequence[_SumsOf]
+    shown: dict[_SharedKey, Words]
+    seen: dict[_SharedKey, Words]
+
+    def clear(self) -> None:
+        """Sets all to the sums of nothing."""
+        for of_shard in itertools.chain(self.results, self.brought, self.made):
+            of_shard.clear()
+        for sums in itertools.chain(self.shown.values(), self.seen.values()):
+            sums[:] = 0
 
 
 class Verification:
@@ -120,12 +136,12 @@ class Verification:
         """The leaf whose messages are about to be exchanged."""
         self._sent: dict[int, list[Exchanged]] = {}
         self._received: dict[int, list[Exchanged]] = {}
-        self._shown: dict[_SharedKey, Words] = {}
-        self._seen: dict[_SharedKey, Words] = {}
         self._results: dict[str, tuple[int | None, str]] = {}
         """By what they are: the rank that has combined them, if it was one, and their digest."""
         self._complaints: list[str] = []
-        self._sums: _LeafSums | None = None
+        self.sums = LeafSums((), (), (), (), {}, {})
+        """Those of the leaf that is being reduced, or of what is being copied."""
+        self._adds_up = False
         call.hops = self
 
     def begin_leaf(self, path: str, leaf: ReducedLeaf, plan: TaskPlan) -> None:
@@ -143,26 +159,23 @@ class Verification:
             return [_SumsOf(shard, dtype, zero_columns(dtype), kind) for shard in shards]
 
         results = [_SumsOf(shard, result, zero_sums(), FINGERPRINT) for shard in shards]
-        self._sums = _LeafSums(shards, results, columns(), columns())
+        self.sums = LeafSums(shards, results, columns(), columns(), {}, {})
         self._adds_up = not plan.are_combined_by_all
 
     def of_input(self, ref: Ref, array: Flat) -> list[Summed]:
         """Returns what is to be added up of a range of a replica's array, once, while it is in a cache."""
-        return self._more(self._sums.brought if self._sums else (), ref.start, array)
+        return self._more(self.sums.brought, ref.start, array)
 
     def of_result(self, task: Task, array: Flat) -> list[Summed]:
         """Returns the same of a range of the result, which this task has made."""
-        sums, start = self._sums, task.inputs[0].start
-        if sums is None:
-            return []
+        sums, start = self.sums, task.inputs[0].start
         own = sums.made if task.worker == self._call.group.rank else ()
         return self._more(sums.results, start, array) + self._more(own, start, array)
 
     def _more(self, of_shards: Sequence[_SumsOf], start: int, array: Flat) -> list[Summed]:
         if not of_shards or not array.size or not self._adds_up:
             return []
-        assert self._sums is not None
-        number = bisect.bisect(self._sums.shards, start, key=lambda shard: shard.start) - 1
+        number = bisect.bisect(self.sums.shards, start, key=lambda shard: shard.start) - 1
         return [of_shards[number].with_more(start, array)]
 
     def note_sent(self, messages: Sequence[Message]) -> None:
@@ -175,11 +188,17 @@ class Verification:
 
     def sums_shown(self, buffer: Buffer, peers: tuple[int, ...]) -> Words:
         """Returns the sums of all that just these peers read of an array in this rank's window."""
-        return self._shown.setdefault((self.leaf, buffer, peers), zero_sums())
+        return self.sums.shown.setdefault((buffer, peers), zero_sums())
 
     def sums_seen(self, buffer: Buffer) -> Words:
         """Returns the sums of all that this rank reads of an array in the window of its rank."""
-        return self._seen.setdefault((self.leaf, buffer, (buffer.rank,)), zero_sums())
+        return self.sums.seen.setdefault((buffer, (buffer.rank,)), zero_sums())
+
+    def note_shared(self) -> None:
+        """Notes what has gone through shared memory since the last time, all rounds of an array in one."""
+        self._note_sums(self._sent, self.sums.shown)
+        self._note_sums(self._received, self.sums.seen)
+        self.sums = self.sums._replace(shown={}, seen={})
 
     def _note(self, noted: dict[int, list[Exchanged]], messages: Sequence[Message]) -> None:
         digests: dict[int, str] = {}  # what goes to several ranks is read once
@@ -191,15 +210,14 @@ class Verification:
             noted.setdefault(peer, []).append(Exchanged(where, digests[id(memory)]))
 
     def _note_sums(self, noted: dict[int, list[Exchanged]], sums: Mapping[_SharedKey, Words]) -> None:
-        """Notes what went through shared memory, all rounds of an array in one."""
-        totals: dict[tuple[str, Buffer, int], Words] = {}
-        for (leaf, buffer, peers), own in sums.items():
+        totals: dict[tuple[Buffer, int], Words] = {}
+        for (buffer, peers), own in sums.items():
             for peer in peers:
-                key = leaf, buffer, peer
+                key = buffer, peer
                 totals[key] = totals[key] + own if key in totals else own
-        for leaf, buffer, peer in sorted(totals):
-            where = f"shared memory of {leaf}" if leaf else "shared memory"
-            noted.setdefault(peer, []).append(Exchanged(where, _hex(totals[leaf, buffer, peer])))
+        where = f"shared memory of {self.leaf}" if self.leaf else "shared memory"
+        for buffer, peer in sorted(totals):
+            noted.setdefault(peer, []).append(Exchanged(where, _hex(totals[buffer, peer])))
 
     def check_leaf(
         self,
@@ -216,10 +234,9 @@ class Verification:
             own: what this rank has got of the result: all of it, or the parts of its replicas.
         """
         self.leaf = f"the check of {path or 'the value'}"
-        assert self._sums is not None
-        shards = self._sums.shards
-        if self._sums.brought and weights is None:
-            for shard in self._wrong_sums(self._sums, views, own):
+        shards = self.sums.shards
+        if self.sums.brought and weights is None:
+            for shard in self._wrong_sums(self.sums, views, own):
                 self._complaints.append(f"{shard.named(path)} is not the sum of what ranks have brought")
         places = _sampled(leaf.length, self._call.number)
         if not places.size:
@@ -239,9 +256,7 @@ class Verification:
                     "reference kernel gives"
                 )
 
-    def _wrong_sums(
-        self, sums: _LeafSums, views: Sequence[Flat], own: Sequence[OwnResult]
-    ) -> Iterator[Shard]:
+    def _wrong_sums(self, sums: LeafSums, views: Sequence[Flat], own: Sequence[OwnResult]) -> Iterator[Shard]:
         """Yields the shards whose elements are not the sums of those of all ranks."""
         brought = np.array(
             [
@@ -293,8 +308,7 @@ class Verification:
             copies: the arrays of all its destinations.
         """
         ((_, result),) = own
-        assert self._sums is not None
-        for shard, sums in zip(self._sums.shards, self._sums.results, strict=True):
+        for shard, sums in zip(self.sums.shards, self.sums.results, strict=True):
             key = f"{path or 'the value'}[{shard.start}:{shard.stop}]"
             worker = None if plan.are_combined_by_all else shard.worker
             self._results[key] = worker, _hex(sums.of([result[shard.start : shard.stop]]))
@@ -313,8 +327,6 @@ class Verification:
         """Compares all that was noted; raises CorruptionError on all ranks if anything is wrong on any."""
         call, rank = self._call, self._call.group.rank
         call.hops = None
-        self._note_sums(self._sent, self._shown)
-        self._note_sums(self._received, self._seen)
         of_ranks = _records(call, [self._sent, self._results])
         answers: list[Mapping[str, tuple[int | None, str]]] = []
         for peer, record in enumerate(of_ranks):

@@ -71,6 +71,11 @@ class AddressTable:
         """Takes the place of the addresses before."""
         self._pack(self._words, 0, *addresses)
 
+    @property
+    def addresses(self) -> NDArray[np.int64]:
+        """The addresses, which may be written to."""
+        return np.frombuffer(self._words, np.int64)
+
     def at(self, positions: Sequence[int]) -> AddressTable:
         """Returns the pointers at these positions, to the addresses of this table."""
         table = AddressTable.__new__(AddressTable)

@@ -9,7 +9,7 @@ from crossdevice.kernels.host.check_sums import check_sums, row_columns, zero_co
 from crossdevice.kernels.host.fingerprint_pass import pieces_of, sums_of
 from crossdevice.kernels.host.fused_pass import fused_pass, select_kernels
 from crossdevice.kernels.host.resources.threads import set_num_threads
-from crossdevice.kernels.host.summed_pass import Summed, bound_sums, zero_sums
+from crossdevice.kernels.host.summed_pass import Summed, bound_sums, movable_passes, zero_sums
 from crossdevice.values.recipe import COPYING, Recipe
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -144,3 +144,50 @@ def test_two_highest_bits_that_flip_show(distance):
     wrong = right.copy()
     wrong[[10, 10 + distance]] ^= np.uint32(1 << 31)
     assert (sums_of_words(wrong) != sums_of_words(right)).any()
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", ["float32", "int16", "complex64"])
+@pytest.mark.parametrize("length", [5, 1000, 700_001])
+def test_passes_that_are_moved_give_the_results_and_sums_of_other_arrays(dtype, length):
+    select_kernels("numba")
+
+    def arrays(seed):
+        random = np.random.default_rng(seed)
+        return [random.integers(0, 100, length + 8).astype(dtype) for _ in range(3)]
+
+    *inputs, out = arrays(0)
+    between, sums = np.empty(length, dtype), [zero_sums() for _ in range(4)]
+    summed = [Summed(inputs[0][8:], sums[0], 64, target=between), Summed(inputs[0][8:], sums[1], 64)]
+    passes = [
+        bound_sums([([inputs[0][8:]], [])], [summed], COPYING),
+        bound_sums([([between, inputs[1][8:]], [out[:length]])], [[Summed(out[:length], sums[2])]], SUM),
+        bound_sums([], [], SUM),
+    ]
+    moved = movable_passes(passes, [*inputs, out])
+    for seed in (0, 1, 2):
+        *inputs, out = arrays(seed)
+        for each in sums:
+            each[:] = 0
+        moved.move([*inputs, out])
+        for run in passes:
+            run()
+        right = np.empty(length, dtype)
+        fused_pass([each[8:].copy() for each in inputs], [right], SUM)
+        assert (out[:length] == right).all()
+        assert (out[length:] == arrays(seed)[2][length:]).all()
+        source = sums_of(pieces_of(0, inputs[0][8:], offset=64), 1)[0]
+        assert (sums[0] == source).all()
+        assert (sums[1] == source).all()
+        assert (sums[2] == sums_of(pieces_of(0, right), 1)[0]).all()
+    select_kernels(None)
+
+
+def test_passes_over_arrays_that_overlap_or_without_a_kernel_are_not_moved():
+    memory = np.ones(5000, np.float32)
+    first, second, out = memory[:3000], memory[2000:], np.empty(3000, np.float32)
+    for recipe in (SUM, Recipe(ReduceOp.SUM, "exact")):
+        run = bound_sums([([first, second], [out])], [[Summed(out, zero_sums())]], recipe)
+        assert movable_passes([run], [first, second, out]) is None
+        is_tiled = recipe is SUM
+        assert (movable_passes([run], [memory, out]) is None) is not is_tiled

@@ -9,7 +9,7 @@ more at the end unless results stay with those who make them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 from crossdevice.backends.protocol import dtype_named
@@ -24,11 +24,13 @@ from crossdevice.execution.processes.programs import (
     targets_of,
 )
 from crossdevice.execution.processes.reduced_batch import Wanted, WantedCopies, not_shared
-from crossdevice.execution.processes.verifying import Verification
+from crossdevice.execution.processes.verifying import LeafSums, Verification
+from crossdevice.execution.signature_cache import SignatureCache
 from crossdevice.execution.tracing import Work, recorded
-from crossdevice.kernels.host.fused_pass import STREAMED_BYTES, fused_batch, fused_pass
+from crossdevice.kernels.host.fused_pass import STREAMED_BYTES, fused_batch, fused_pass, selected_kernels
 from crossdevice.kernels.host.meeting import compiled_meeting
-from crossdevice.kernels.host.summed_pass import Summed, bound_sums
+from crossdevice.kernels.host.resources.threads import num_threads
+from crossdevice.kernels.host.summed_pass import MovablePasses, Summed, bound_sums, movable_passes
 from crossdevice.kernels.position_keys import ROW_BYTES
 from crossdevice.plans.tasks import (
     LINE_ELEMENTS,
@@ -54,6 +56,9 @@ MAX_ITEM_BYTES = max(ITEM_BYTES.values())
 
 ROUNDS_AHEAD = 64
 """Rounds of a verified call that are laid out at once: after a pass Python's own memory is in no cache."""
+
+KEPT_ROUNDS, KEPT_CALLS = 512, 4
+"""Rounds and kinds of verified calls that are laid out once: each round takes some KB."""
 
 
 def windows_unavailable(wanted: Wanted) -> str | None:
@@ -122,6 +127,23 @@ class _Steps(NamedTuple):
     """Who reads what this rank has put into its window: others, and itself of its partials."""
 
 
+class _WatchedRound(NamedTuple):
+    """What a rank does in a round of a verified call."""
+
+    now: _Steps
+    bring: Sequence[Callable[[], None]]
+    combine: Callable[[], None]
+    collect: Callable[[], None]
+
+
+class _LaidOut(NamedTuple):
+    """All rounds of a verified call, for arrays of the same sizes that may be elsewhere."""
+
+    rounds: Sequence[_WatchedRound]
+    passes: MovablePasses
+    sums: LeafSums
+
+
 class Windows:
     """The tasks of one rank, run in shared memory.
 
@@ -148,6 +170,7 @@ class Windows:
             ref.num_bytes for task in plan.results for ref in task.outputs if ref.buffer.rank == shared.rank
         )
         self._is_streamed = made_bytes * plan.size >= STREAMED_BYTES
+        self._laid_out: SignatureCache[_LaidOut] = SignatureCache(KEPT_CALLS)
         self._work = Work("reduce", "through shared memory", devices, plan.bytes_sent(shared.rank))
 
     def explained(self) -> str:
@@ -277,35 +300,68 @@ class Windows:
     ) -> None:
         """As `_run`; adds up what is shown, seen and made while it is in a cache."""
         collect: Callable[[], None] | None = None
-        for first in range(0, len(self._rounds), ROUNDS_AHEAD):
-            parity = self.shared.steps.parity
-            rounds = [
-                of_parities[(parity + number) % 2]
-                for number, of_parities in enumerate(self._rounds[first : first + ROUNDS_AHEAD])
-            ]
-            passes = [
-                (
-                    self._bringing(now, inputs, verification),
-                    self._combining(now, inputs, results, weights, verification),
-                    self._collecting(now, results, verification),
-                )
-                for now in rounds
-            ]
-            for now, (bringing, combine, collect_these) in zip(rounds, passes, strict=True):
-                for bring in bringing:
-                    bring()
-                self._tell_of_brought(now)
-                call.step()
-                if collect is not None:
-                    collect()
-                combine()
-                self._tell_of_made(now)
-                collect = collect_these
-        if self._is_alone:
+        for now, bringing, combine, collect_these in self._watched(inputs, results, weights, verification):
+            for bring in bringing:
+                bring()
+            self._tell_of_brought(now)
+            call.step()
+            if collect is not None:
+                collect()
+            combine()
+            self._tell_of_made(now)
+            collect = collect_these
+        if not self._is_alone:
+            call.step()
+            if collect is not None:
+                collect()
+        verification.note_shared()
+
+    def _watched(
+        self, inputs: Inputs, results: Results, weights: Weights | None, verification: Verification
+    ) -> Iterator[_WatchedRound]:
+        """Yields the rounds of a call; those of a call like an earlier one are not laid out again."""
+        bases = [*itertools.chain(*inputs.values()), *itertools.chain(*results.values())]
+        parity = self.shared.steps.parity
+        key = parity, num_threads(), selected_kernels(), *map(len, results.values())
+        # Not there while it is in use: what an error has interrupted is not used again.
+        kept = self._laid_out.pop(key, None) if weights is None else None
+        if kept is not None:
+            verification.sums = kept.sums
+            kept.sums.clear()
+            kept.passes.move(bases)
+            yield from kept.rounds
+            self._laid_out[key] = kept
             return
-        call.step()
-        if collect is not None:
-            collect()
+        sums, is_kept = verification.sums, weights is None and len(self._rounds) <= KEPT_ROUNDS
+        rounds: list[_WatchedRound] = []
+        for first in range(0, len(self._rounds), ROUNDS_AHEAD):
+            ahead = [
+                self._watched_round(
+                    of_parities[(parity + number) % 2], inputs, results, weights, verification
+                )
+                for number, of_parities in enumerate(self._rounds[first : first + ROUNDS_AHEAD], first)
+            ]
+            yield from ahead
+            rounds += ahead if is_kept else ()
+        each_pass = [each for _, bring, *others in rounds for each in (*bring, *others)]
+        passes = movable_passes(each_pass, bases)
+        if passes is not None:
+            self._laid_out[key] = _LaidOut(rounds, passes, sums)
+
+    def _watched_round(
+        self,
+        now: _Steps,
+        inputs: Inputs,
+        results: Results,
+        weights: Weights | None,
+        verification: Verification,
+    ) -> _WatchedRound:
+        return _WatchedRound(
+            now,
+            self._bringing(now, inputs, verification),
+            self._combining(now, inputs, results, weights, verification),
+            self._collecting(now, results, verification),
+        )
 
     def _bringing(
         self, now: _Steps, inputs: Inputs, verification: Verification
