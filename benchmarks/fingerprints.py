@@ -4,8 +4,8 @@
 reaches less than FLOOR of the speed of reading. Arrays are taken in turn from as many as do not fit into a
 cache, by the same threads on both sides, and rounds of both alternate: only the ratio is to be trusted.
 
-`--gpu` does so on a GPU, by its own events, beside PyTorch's sum of the same memory as float32. The speed of a
-copy, and the time of a whole call, which waits for the digest on the host, are printed, too.
+`--gpu` does so on a GPU, by its own events, beside PyTorch's sum of the same memory as float32. The speed of
+a copy, and the time of a whole call, which waits for the digest on the host, are printed, too.
 """
 
 from __future__ import annotations

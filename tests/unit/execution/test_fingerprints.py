@@ -247,3 +247,17 @@ def test_ranks_in_the_minority_are_named_on_all_ranks():
     assert minority.startswith("rank 1 (")
     assert minority.endswith("differs at value['w'] (1 of 2 leaves) from the other 3, which hold the same")
     assert tie == "ranks 0, 1 and ranks 2, 3 differ; no side has a majority"
+
+
+@pytest.mark.parametrize("length", [3, 1000])
+def test_arrays_like_an_earlier_one_but_for_their_memory_are_read_in_the_order_of_their_indices(length):
+    torch = pytest.importorskip("torch")
+    values = np.random.default_rng(length).random((length, length)) + 1j
+    right = [digest(each.copy()) for each in (values, values.T, values.conj())]
+    for plain in (values, torch.from_numpy(values)):  # in either order
+        assert digest(plain) == right[0]
+        assert digest(plain.T) == right[1]
+        assert digest(plain) == right[0]
+        assert digest(plain[::-1] if plain is values else plain.flip(0)) == digest(values[::-1].copy())
+    assert digest(torch.from_numpy(values).conj()) == right[2]
+    assert digest(values.astype(">c16")) == right[0]

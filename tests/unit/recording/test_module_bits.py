@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import crossdevice as cd  # noqa: E402
 from crossdevice.errors import ConversionError  # noqa: E402
-from crossdevice.integrations.torch import ExactGradients, ModuleBits  # noqa: E402
+from crossdevice.integrations.torch import ExactGradients, ModuleBits, module_bits  # noqa: E402
 from crossdevice.recording.bits_file import read_bits  # noqa: E402
 from crossdevice.recording.comparison import compare, read_run  # noqa: E402
 from crossdevice.testing import run_ranks  # noqa: E402
@@ -180,3 +180,23 @@ def test_every_worker_records_the_mean_that_one_alone_records(tmp_path):
     means = [[event.digests for event in read_bits(run).events if event.kind.is_call] for run in runs]
     assert len(means) == 3
     assert means[0] == means[1] == means[2]
+
+
+def test_a_tensor_that_several_modules_get_is_read_once_unless_it_was_changed(tmp_path, monkeypatch):
+    read = []
+    right = module_bits.digests_by_path
+
+    def counted(tensors):
+        read.extend(tensors)
+        return right(tensors)
+
+    monkeypatch.setattr(module_bits, "digests_by_path", counted)
+    shared = torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(shared, shared, torch.nn.ReLU(inplace=True))
+    with cd.record_bits(tmp_path / "run.bits"), ModuleBits(model):
+        result = model(torch.ones(2, 4))
+    # The model's input, two parameters, two results, and the second again, which ReLU has changed.
+    assert len(read) == 6
+    *_, relu, whole = read_bits(tmp_path / "run.bits").events
+    assert relu.digests[0] != relu.digests[1] == whole.digests[-1]
+    assert relu.digests[1].hex() == cd.fingerprint(result.detach()).digest[:16]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -19,7 +21,9 @@ class ModuleBits:
 
     They are in what `crossdevice.record_bits` writes; outside of it hooks look, and do nothing. A submodule's
     parameters and buffers count as its inputs: if those are equal in two runs and its outputs are not, it is
-    this submodule that is not reproducible. Gradients are those of outputs and of parameters.
+    this submodule that is not reproducible. Gradients are those of outputs and of parameters. In a forward
+    pass a tensor is read once for all submodules that get it or give it, as long as PyTorch counts no change
+    of it.
 
     Args:
         model: any module; one in DistributedDataParallel is marked by the names it has outside of it, each
@@ -69,9 +73,9 @@ class ModuleBits:
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if is_recording():
             own = {**module._parameters, **module._buffers}
-            held = {f"value['own'][{name!r}]": _local(each) for name, each in own.items() if each is not None}
-            digests = digests_by_path({**_by_path("inputs", _tensors((args, kwargs))), **held})
-            self._before.digests.append((module, digests))
+            held = {f"value['own'][{name!r}]": each for name, each in own.items() if each is not None}
+            given = _by_path("inputs", _tensors((args, kwargs)))
+            self._before.digests.append((module, self._before.read({**given, **held})))
 
     def _after_forward(
         self, label: str, module: torch.nn.Module, _args: Any, _kwargs: Any, output: Any
@@ -86,9 +90,10 @@ class ModuleBits:
                 before = digests
                 break
         tensors = _tensors(output)
-        write_mark(
-            named_by_replica(f"{label} forward"), before, digests_by_path(_by_path("outputs", tensors))
-        )
+        after = self._before.read(_by_path("outputs", tensors))
+        write_mark(named_by_replica(f"{label} forward"), before, after)
+        if not self._before.digests:
+            self._before.known.clear()
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 which = f" {number}" if len(tensors) > 1 else ""
@@ -102,10 +107,36 @@ class _Before(threading.local):
 
     def __init__(self) -> None:
         self.digests: list[tuple[torch.nn.Module, Leaves]] = []
+        self.known: dict[int, tuple[weakref.ref[torch.Tensor], int, list[str]]] = {}
+        """Of tensors by their `id`: with the number of changes when they were read."""
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> Leaves:
+        """Returns the digests of tensors by path; those that are known, and unchanged, are not read again."""
+        found: Leaves = {}
+        new: dict[str, torch.Tensor] = {}
+        for path, tensor in tensors.items():
+            whose, version, digests = self.known.get(id(tensor), _UNKNOWN)
+            if whose is not None and whose() is tensor and version == tensor._version:
+                found[path] = digests
+            else:
+                new[path] = tensor
+        if not new:
+            return found
+        read = digests_by_path({path: _local(tensor) for path, tensor in new.items()})
+        for path, tensor in new.items():
+            # Others are changed through other tensors, or do not count changes.
+            is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_inference()
+            if path in read and is_plain:
+                self.known[id(tensor)] = weakref.ref(tensor), tensor._version, read[path]
+        read.update(found)
+        return {path: read.pop(path) for path in tensors if path in read} | read
+
+
+_UNKNOWN: tuple[None, int, list[str]] = (None, 0, [])
 
 
 def _by_path(name: str, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"value[{name!r}][{number}]": _local(tensor) for number, tensor in enumerate(tensors)}
+    return {f"value[{name!r}][{number}]": tensor for number, tensor in enumerate(tensors)}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import sys
@@ -50,8 +51,8 @@ class Piece(NamedTuple):
     array: int
     offset: int
     num_bytes: int
-    read: Callable[[], NDArray[Any]]
-    """Gives the elements as a contiguous, native ndarray."""
+    read: Callable[[], NDArray[Any]] | int
+    """Gives the elements as a contiguous, native ndarray; or where they are, for a compiled kernel."""
 
 
 def pieces_of(number: int, flat: NDArray[Any], offset: int = 0) -> Iterator[Piece]:
@@ -61,6 +62,13 @@ def pieces_of(number: int, flat: NDArray[Any], offset: int = 0) -> Iterator[Piec
     for start in range(0, memory.size, step):
         part = memory[start : start + step]
         yield Piece(number, offset + start, part.size, lambda part=part: part)  # type: ignore[misc]
+
+
+def pieces_at(number: int, address: int, num_bytes: int) -> Iterator[Piece]:
+    """Splits memory as `pieces_of` does, for compiled kernels; whoever asks keeps it alive."""
+    step = PIECE_BYTES if num_threads() > 1 else max(num_bytes, 1)
+    for start in range(0, num_bytes, step):
+        yield Piece(number, start, min(step, num_bytes - start), address + start)
 
 
 def in_order(part: NDArray[Any]) -> NDArray[Any]:
@@ -109,8 +117,11 @@ def sums_of(pieces: Iterable[Piece], num_arrays: int) -> Words:
     def take_pieces() -> None:
         own = np.zeros((num_arrays, NUM_SUMS), np.uint64)
         while (number := next(numbers)) < len(work):
-            piece = work[number]
-            FINGERPRINT.add(piece.read().reshape(-1).view(np.uint8), piece.offset, own[piece.array])
+            array, offset, num_bytes, read = work[number]
+            if isinstance(read, int):
+                FINGERPRINT.add_at(read, num_bytes, offset, own[array])
+            else:
+                FINGERPRINT.add(read().reshape(-1).view(np.uint8), offset, own[array])
         found.append(own)
 
     is_large = len(work) > 1 and sum(piece.num_bytes for piece in work) >= THREADED_BYTES
@@ -140,6 +151,16 @@ class RowSums(NamedTuple):
         if head + whole < memory.size:
             row = _row_with(memory[head + whole :], 0)
             self._add_rows(row, (offset + head + whole) // ROW_BYTES, sums)
+
+    def add_at(self, address: int, num_bytes: int, offset: int, sums: NDArray[Any]) -> None:
+        """Adds the sums of memory by the compiled kernel; the offset is that of a row."""
+        rest, kernel = num_bytes % ROW_BYTES, self.load()
+        whole = num_bytes - rest
+        first = offset // ROW_BYTES
+        kernel.entry(address, first, whole // ROW_BYTES, kernel.keys, address_of(sums), 0)
+        if rest:
+            memory = (ctypes.c_uint8 * rest).from_address(address + whole)
+            self.add(np.frombuffer(memory, np.uint8), offset + whole, sums)
 
     def _add_rows(self, rows: Bytes, first: int, sums: NDArray[Any]) -> None:
         if not is_compiled():

@@ -193,10 +193,9 @@ class _TiledPass:
     def _add_rest(self, rest: _Rest) -> None:
         number = self._first_memory + rest.number
         memory, target = (int(self.addresses[each]) for each in (number, number + len(self._sums)))
-        found = (ctypes.c_uint8 * rest.num_bytes).from_address(memory + rest.start)
         if target != memory:
-            ctypes.memmove(target + rest.start, found, rest.num_bytes)
-        rest.kind.add(np.frombuffer(found, np.uint8), rest.offset, self._sums[rest.number])
+            ctypes.memmove(target + rest.start, memory + rest.start, rest.num_bytes)
+        rest.kind.add_at(memory + rest.start, rest.num_bytes, rest.offset, self._sums[rest.number])
 
     def _take_ranges(self) -> None:
         sums = tuple([np.zeros_like(each) for each in self._sums])
