@@ -115,9 +115,10 @@ class _Before(threading.local):
         found: Leaves = {}
         new: dict[str, torch.Tensor] = {}
         for path, tensor in tensors.items():
-            whose, version, digests = self.known.get(id(tensor), _UNKNOWN)
-            if whose is not None and whose() is tensor and version == tensor._version:
-                found[path] = digests
+            known = self.known.get(id(tensor))
+            is_known = known is not None and known[0]() is tensor
+            if known is not None and is_known and known[1] == tensor._version:
+                found[path] = known[2]
             else:
                 new[path] = tensor
         if not new:
@@ -130,9 +131,6 @@ class _Before(threading.local):
                 self.known[id(tensor)] = weakref.ref(tensor), tensor._version, read[path]
         read.update(found)
         return {path: read.pop(path) for path in tensors if path in read} | read
-
-
-_UNKNOWN: tuple[None, int, list[str]] = (None, 0, [])
 
 
 def _by_path(name: str, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:

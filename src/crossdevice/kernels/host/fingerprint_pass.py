@@ -159,7 +159,7 @@ class RowSums(NamedTuple):
         first = offset // ROW_BYTES
         kernel.entry(address, first, whole // ROW_BYTES, kernel.keys, address_of(sums), 0)
         if rest:
-            memory = (ctypes.c_uint8 * rest).from_address(address + whole)
+            memory = ctypes.string_at(address + whole, rest)
             self.add(np.frombuffer(memory, np.uint8), offset + whole, sums)
 
     def _add_rows(self, rows: Bytes, first: int, sums: NDArray[Any]) -> None:

@@ -116,7 +116,8 @@ class _TiledPass:
         self, prepared: PreparedPass | None, tasks: Sequence[Task], summed: Sequence[Sequence[Summed]]
     ) -> None:
         every = [each for of_task in summed for each in of_task]
-        self._prepared, self._arrays = prepared, (tasks, every)
+        self._prepared = prepared
+        self._kept_alive: tuple[Any, ...] = tasks, every
         self._sums = tuple([each.sums for each in every])
         arrays = [array for inputs, outputs in tasks for array in (*inputs, *outputs)]
         memories = [each.memory for each in every]
@@ -174,7 +175,7 @@ class _TiledPass:
             self._words[word] += moved
             self._words[word + 2] += moved
         self._use(table, first)
-        self._arrays = ()
+        self._kept_alive = ()
 
     def __call__(self) -> None:
         """Runs the kernel, and adds up sums."""
