@@ -75,12 +75,15 @@ class BoundCall:
         self._turn = threading.Lock()
         self._running: int | None = None
         self._pending: weakref.ref[Pending] | None = None
+        self._finish: Callable[[], None] | None = None
 
     def __call__(self) -> Any:
         """Makes the call: one result for one value, a list for pairs."""
         check_cross_replica("a bound reduction")
-        if self._pending is not None:
+        if self._finish is not None:
             self._check_waited_for()
+            self._finish()  # without its Pending it may still wait behind other calls, and not have its turn
+            self._finish = None
         return self._run_in_turn()
 
     def start(self) -> Pending:
@@ -96,7 +99,7 @@ class BoundCall:
         self._check_waited_for()
         pending = start(self._run_in_turn, self._owner, self._side_streams())
         # Not the object itself: an interrupt may lose it, and then nobody could wait for it any more.
-        self._pending = weakref.ref(pending)
+        self._pending, self._finish = weakref.ref(pending), pending.finisher()
         return pending
 
     def _check_waited_for(self) -> None:
@@ -105,7 +108,6 @@ class BoundCall:
             raise ContextError(
                 "this bound reduction was started before; call wait() on what start() returned"
             )
-        self._pending = None
 
     def _run_in_turn(self) -> Any:
         thread = threading.get_ident()

@@ -62,6 +62,10 @@ class Pending(abc.ABC):
             DeadlineError: the call has not ended within `timeout`.
         """
 
+    def finisher(self) -> Callable[[], None]:
+        """Returns a function that waits until the call has ended, and keeps neither this nor the results."""
+        return lambda: None
+
 
 class _OnThread(Pending):
     """Runs on a worker thread, after everything that was started before for the same owner."""
@@ -85,6 +89,17 @@ class _OnThread(Pending):
             raise DeadlineError(f"the reduction that was started has not ended in {seconds:g} seconds")
         self.is_waited_for = True
         return self._call.result()
+
+    def finisher(self) -> Callable[[], None]:
+        """A function that waits for the thread, which keeps the call until it has ended."""
+        started = weakref.ref(self._call)
+
+        def finish() -> None:
+            call = started()
+            if call is not None and not is_started_work():
+                call.wait(math.inf)
+
+        return finish
 
 
 class _OnStreams(Pending):

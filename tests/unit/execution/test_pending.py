@@ -36,6 +36,10 @@ def bits(result):
     return [np.asarray(array).tobytes() for array in result.values]
 
 
+def raise_interrupt(call, seconds):
+    raise KeyboardInterrupt
+
+
 class Gate(cd.CrossDeviceOps):
     """Sums what it is given once it is let through."""
 
@@ -230,13 +234,43 @@ def test_a_bound_reduction_whose_wait_was_interrupted_can_be_called_again(monkey
     total = bound().tolist()
     pending = bound.start()
 
-    def interrupted(call, seconds):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr("crossdevice.process_groups.background.BackgroundCall.wait", interrupted)
+        patched.setattr("crossdevice.process_groups.background.BackgroundCall.wait", raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
             pending.wait()
     assert bound().tolist() == total
     bound.start()  # nobody keeps what it returns
     assert bound().tolist() == total
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_started_call_that_nobody_waits_for_ends_before_the_next_one_begins(interrupted, monkeypatch):
+    gate = Gate()
+    before = gate.start_reduce("sum", replicas(np.array), "cpu:0")  # the worker's thread waits at it
+    value = cd.PerReplica([np.float32([2]), np.float32([1])])
+    bound = cd.DirectAllReduce().bind("sum", value, value, out=value)
+    pending = bound.start()
+    if interrupted:
+        with monkeypatch.context() as patched:
+            patched.setattr("crossdevice.process_groups.background.BackgroundCall.wait", raise_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                pending.wait()
+    del pending
+    threading.Timer(0.2, gate.open.set).start()
+    bound()
+    assert before.done()
+    assert [array.tolist() for array in value.values] == [[6], [6]]
+
+
+def test_between_ranks_too_a_started_call_without_its_pending_ends_first():
+    def program(group):
+        ops = cd.CollectiveAllReduce(group=group)
+        gate = threading.Event()
+        start(lambda: gate.wait(60), group)
+        value = np.float32([group.rank])
+        bound = ops.bind("sum", value, value, out=value)
+        bound.start()
+        threading.Timer(0.2, gate.set).start()
+        return bound().tolist()
+
+    assert run_ranks(2, program) == [[2.0], [2.0]]
