@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from conformance.oracle import rounded
 from crossdevice.errors import ContextError, ConversionError, DtypeError, MismatchError, OptionError
-from crossdevice.integrations.torch import ExactGradients, seeded_micro_batch
+from crossdevice.integrations.torch import ExactGradients, micro_batch_seed, seeded_micro_batch
 from crossdevice.integrations.torch.communication_hook import formed_group
 from crossdevice.testing import run_ranks
 
@@ -423,3 +423,39 @@ def test_what_one_worker_cannot_add_to_shards_is_told_to_all():
         return step.weight, weight.grad.tolist()
 
     assert run_ranks(2, run) == [(6, [[0.5, 0.5]] * 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (lambda model: model, "got a Linear"),
+        (lambda model: model.weight, "got a Parameter"),
+        (lambda model: dict(model.named_parameters()), "got a dict"),
+        (lambda model: torch.optim.SGD(model.parameters()).param_groups, "parameter 0 is a dict"),
+        (lambda model: [np.ones(2)], "parameter 0 is a ndarray"),
+    ],
+)
+def test_what_are_no_parameters_is_refused_at_once(given, named):
+    with pytest.raises(OptionError, match=named):
+        ExactGradients(given(torch.nn.Linear(3, 2)))
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_workers_with_other_bucket_sizes_agree_on_one(is_sharded):
+    def program(group):
+        weight = torch.nn.Parameter(torch.zeros(100))
+        exact = ExactGradients([weight], group, bucket_bytes=64 << group.rank, is_sharded=is_sharded)
+        weight.grad = torch.arange(100.0) * group.rank
+        exact.add()
+        exact.finish("sum")
+        return weight.grad.tolist()
+
+    assert run_ranks(3, program) == [(torch.arange(100.0) * 3).tolist()] * 3
+
+
+def test_the_number_of_a_micro_batch_is_a_whole_one_of_any_type():
+    expected = micro_batch_seed(1, 2, 3)
+    assert micro_batch_seed(np.int64(1), np.uint8(2), torch.tensor(3)) == expected
+    for arguments in ((1.0, 2, 3), (1, "2", 3), (1, 2, torch.tensor([3.0]))):
+        with pytest.raises(OptionError, match="must be a whole number"):
+            micro_batch_seed(*arguments)

@@ -46,6 +46,7 @@ from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.recording.recorder import digests_by_path, is_recording, write_call, write_mark
 from crossdevice.values.dtypes import FLOATS, PARTS
 from crossdevice.values.launchers import launched
+from crossdevice.values.options import whole_number
 from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
 
@@ -87,15 +88,15 @@ class ExactGradients:
         parameters: `model.parameters()` or `model.named_parameters()`; errors of the latter name parameters.
         group: the workers: a group of crossdevice or of torch.distributed, of any backend. None means the
             default group of torch.distributed, if there is one, else this process alone.
-        bucket_bytes: how much of the sums travels at once. It changes no bits.
+        bucket_bytes: how much of the sums travels at once: the least that a worker gives. It changes no bits.
         is_sharded: each of W workers keeps the sums of its shard of the parameters, 16 / W bytes a parameter,
             and the gradients of every micro-batch travel, 4 bytes a parameter. All workers call `add` equally
             often, those without a micro-batch `add(0)`. Right where memory is scarce and micro-batches few.
             Gradients have to be dense, and are added on the host. It changes no bits either.
 
     Raises:
-        OptionError: there are no parameters, the group is of another kind, or the process was launched as
-            one of several and no group says so.
+        OptionError: there are no parameters or other objects among them, the group is of another kind, or
+            the process was launched as one of several and no group says so.
         DeadlineError: other workers did not make theirs in time.
 
     >>> model = torch.nn.Linear(2, 1)
@@ -115,18 +116,11 @@ class ExactGradients:
         bucket_bytes: int = BUCKET_BYTES,
         is_sharded: bool = False,
     ) -> None:
-        named = [
-            each if isinstance(each, tuple) else (f"parameter {number}", each)
-            for number, each in enumerate(parameters)
-        ]
-        if not named:
-            raise OptionError("there are no parameters; got an empty iterable: was it used up before?")
+        named = _named(parameters)
         check_group(group)
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            raise OptionError(f"bucket_bytes must be a whole number, 1 or more; got {bucket_bytes!r}")
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = whole_number("bucket_bytes", bucket_bytes, 1)
         self._given = group
         self._group = group if isinstance(group, ProcessGroup) else None
         self._sums: dict[int, GradientSum] = {}
@@ -230,6 +224,7 @@ class ExactGradients:
         own: dict[str, Any] = {
             "op": op.name,
             "parameters": self._described(),
+            "bucket_bytes": self._bucket_bytes,
             "weight": self._weight,
             "micro_batches": self._micro_batches,
             "sums": {str(number): total.kind for number, total in self._sums.items()},
@@ -267,7 +262,7 @@ class ExactGradients:
             with group.call(
                 f"combine exact gradients of {counted(len(sums), 'parameter')}", b"exact"
             ) as call:
-                outs, sent = _written(call, sums, divisor, self._bucket_bytes)
+                outs, sent = _written(call, sums, divisor, _least_bucket_bytes(of_ranks))
         for number, total in sums.items():
             parameter = self._parameters[number]
             parameter.grad = total.gradient(outs[number], parameter)
@@ -306,6 +301,7 @@ class ExactGradients:
         own = {
             "problem": str(own_error or ""),
             "parameters": self._described() if self._shards is None else None,
+            "bucket_bytes": self._bucket_bytes,
             "weight": factor,
             "held": [number for number, _ in found],
         }
@@ -313,7 +309,7 @@ class ExactGradients:
             of_ranks = gathered_json(call, own)
             problem = _problem_of(group.members, of_ranks)
             if not problem:
-                shards = self._shards = self._shards or self._new_shards(group.size)
+                shards = self._shards = self._shards or self._new_shards(of_ranks)
                 flats = {}
                 for number, gradient in found if factor else ():
                     total = self._sums[number] = self._sums.get(number) or self._sum_for(number, gradient)
@@ -333,10 +329,10 @@ class ExactGradients:
         self._weight += factor
         self._micro_batches += bool(found or factor)
 
-    def _new_shards(self, ranks: int) -> ShardedSums:
+    def _new_shards(self, of_ranks: Sequence[Mapping[str, Any]]) -> ShardedSums:
         whole = [DenseSum(str(each.dtype).removeprefix("torch."), each.shape) for each in self._parameters]
         sizes, dtypes = [each.size for each in whole], [each.part for each in whole]
-        return ShardedSums(sizes, dtypes, ranks, self._bucket_bytes)
+        return ShardedSums(sizes, dtypes, len(of_ranks), _least_bucket_bytes(of_ranks))
 
     def _check_shardable(self, number: int, gradient: torch.Tensor) -> None:
         parameter = self._parameters[number]
@@ -465,6 +461,34 @@ def _problem_of(members: Sequence[str], of_ranks: Sequence[Mapping[str, Any]]) -
 
 
 _ADD_TO_SHARDS = "ExactGradients.add (with is_sharded equally often on all; add(0) without a micro-batch)"
+
+
+def _least_bucket_bytes(of_ranks: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the size of buckets that all workers use, whatever each was given."""
+    return min(facts["bucket_bytes"] for facts in of_ranks)
+
+
+def _named(parameters: object) -> list[tuple[str, torch.Tensor]]:
+    """Returns parameters with their names, or with their numbers in place of names."""
+    # A tensor and a state_dict are iterables too, of rows and of names, which never have a gradient.
+    if isinstance(parameters, (torch.Tensor, Mapping)) or not isinstance(parameters, Iterable):
+        raise OptionError(
+            "parameters must be model.parameters() or model.named_parameters(); got a "
+            f"{type(parameters).__name__}"
+        )
+    named = [
+        each if isinstance(each, tuple) and len(each) == 2 else (f"parameter {number}", each)
+        for number, each in enumerate(parameters)
+    ]
+    if not named:
+        raise OptionError("there are no parameters; got an empty iterable: was it used up before?")
+    for name, each in named:
+        if not isinstance(each, torch.Tensor):
+            raise OptionError(
+                f"{name} is a {type(each).__name__}; expected a tensor, as in model.parameters(), or a pair "
+                "of a name and a tensor, as in model.named_parameters()"
+            )
+    return named
 
 
 def _has_default_group() -> bool:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
+import sys
 from collections.abc import Iterator
 
 import numpy as np
 import torch
+
+from crossdevice.values.options import whole_number
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -22,10 +25,15 @@ def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
     Returns:
         A number for generators of any library.
 
+    Raises:
+        OptionError: an argument is not a whole number.
+
     >>> micro_batch_seed(7, step=0, micro_batch=3) == micro_batch_seed(7, step=3, micro_batch=0)
     False
     """
-    text = f"{seed} {step} {micro_batch}".encode()
+    given = {"seed": seed, "step": step, "micro_batch": micro_batch}
+    # 1.0 and tensor([1]) are written differently from 1, and would seed other numbers after a resume.
+    text = " ".join(str(whole_number(name, value, -sys.maxsize)) for name, value in given.items()).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
@@ -43,6 +51,9 @@ def seeded_micro_batch(seed: int, step: int, micro_batch: int) -> Iterator[None]
 
     Returns:
         A context manager.
+
+    Raises:
+        OptionError: an argument is not a whole number.
 
     >>> def dropped(micro_batch):
     ...     with seeded_micro_batch(7, 0, micro_batch):
