@@ -65,7 +65,9 @@ class BitsWriter:
     def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
         self.path = Path(path)
         try:
-            self._descriptor: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            # Without waiting for the reader of a pipe, which cannot be recorded to.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+            self._descriptor: int | None = os.open(self.path, flags, 0o666)
         except OSError as error:
             raise FileError(f"{self.path} cannot be written: {error.strerror}") from None
         self._take()
@@ -102,7 +104,11 @@ class BitsWriter:
             ) from None
         except OSError:  # a file system without locks
             pass
-        os.ftruncate(self._descriptor, 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+        except OSError as error:  # a device or a pipe
+            self.close()
+            raise FileError(f"{self.path} cannot be emptied and written anew: {error.strerror}") from None
 
     def _write(self, text: bytes) -> None:
         """Writes all of it; a failure ends the record and not the program."""

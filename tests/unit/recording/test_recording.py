@@ -424,6 +424,13 @@ def test_what_is_no_record_is_refused(tmp_path, capsys):
         pass
 
 
+def test_a_record_is_not_written_to_a_device_or_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # whose reader would be waited for
+    for path in ("/dev/null", tmp_path / "pipe"):
+        with pytest.raises(FileError, match="cannot be"), cd.record_bits(path):
+            pass
+
+
 def test_a_variable_records_a_whole_process_also_one_that_is_killed(tmp_path):
     program = (
         "import os, signal, numpy as np, crossdevice as cd\n"
