@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 from crossdevice import runtime
 from crossdevice.backends.cuda_streams import SideStreams, on_current_stream
-from crossdevice.errors import DeadlineError, OptionError
+from crossdevice.errors import ContextError, DeadlineError, OptionError
 from crossdevice.process_groups.background import BackgroundCall, BackgroundThread
 
 
@@ -60,6 +61,7 @@ class Pending(abc.ABC):
 
         Raises:
             DeadlineError: the call has not ended within `timeout`.
+            ContextError: this process was forked from the one that started the call, before it had ended.
         """
 
     def finisher(self) -> Callable[[], None]:
@@ -71,17 +73,17 @@ class _OnThread(Pending):
     """Runs on a worker thread, after everything that was started before for the same owner."""
 
     def __init__(self, call: BackgroundCall) -> None:
-        self._call = call
+        self._call, self._process = call, os.getpid()
 
     def done(self) -> bool:
         """True once the thread has ended it."""
-        return self._call.wait(0)
+        return self._has_ended(0)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Blocks until the thread has ended it."""
         seconds = _checked_seconds(timeout)
         try:
-            has_ended = self._call.wait(seconds)
+            has_ended = self._has_ended(seconds)
         except BaseException:
             self.is_waited_for = True  # whoever is interrupted may never come back to it
             raise
@@ -89,6 +91,14 @@ class _OnThread(Pending):
             raise DeadlineError(f"the reduction that was started has not ended in {seconds:g} seconds")
         self.is_waited_for = True
         return self._call.result()
+
+    def _has_ended(self, seconds: float) -> bool:
+        if os.getpid() != self._process and not self._call.wait(0):
+            raise ContextError(
+                f"this call was started in process {self._process}, from which this one was forked before it "
+                "had ended; wait for it there, or start another one here"
+            )
+        return self._call.wait(seconds)
 
     def finisher(self) -> Callable[[], None]:
         """A function that waits for the thread, which keeps the call until it has ended."""

@@ -151,6 +151,30 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert done.stdout == "0\n", done.stderr
 
 
+def test_a_forked_process_does_not_wait_for_what_its_parent_started():
+    program = """
+import os, threading, crossdevice as cd
+from crossdevice.execution.pending import start
+gate = threading.Event()
+pending, ended = start(gate.wait), None
+child = os.fork()
+if child == 0:
+    for ask in (pending.done, pending.wait):
+        try:
+            ask()
+        except cd.errors.ContextError as error:
+            ended = f"started in process {os.getppid()}" in str(error)
+    os._exit(0 if ended else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+gate.set()
+assert pending.wait()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "0\n", done.stderr
+
+
 def test_ranks_make_started_and_plain_calls_in_the_order_of_their_programs():
     def program(group):
         ops = cd.CollectiveAllReduce(group=group)
