@@ -95,8 +95,8 @@ class TensorflowBackend(Backend):
     def host_view(self, array: Any) -> NDArray[Any]:
         """Returns the tensor's memory; a variable is read first, also without a copy."""
         tensor = _tensor(array)
-        if tensor.shape.rank == 0 and tensor.dtype == tf.bfloat16:  # which TensorFlow does not hand to NumPy
-            tensor = tf.reshape(tensor, (1,))
+        if tensor.shape.rank == 0 and np.dtype(tensor.dtype.as_numpy_dtype).isbuiltin != 1:
+            tensor = tf.reshape(tensor, (1,))  # TensorFlow does not hand it to NumPy as it is
         return native(np.asarray(tensor))
 
     def address_range(self, array: Any) -> tuple[int, int]:
@@ -112,6 +112,8 @@ class TensorflowBackend(Backend):
         shaped = flat.reshape(shape)
         if flat.dtype == dtype_named("bfloat16"):  # NumPy's DLPack does not know it
             tensor = tf.bitcast(_adopted(shaped.view(np.uint16)), tf.bfloat16)
+        elif flat.dtype.isbuiltin != 1:  # float8, of which TensorFlow's bitcast does not know either
+            tensor = tf.constant(shaped)
         else:
             tensor = _adopted(shaped)
         name = device.canonical

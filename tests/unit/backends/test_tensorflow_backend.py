@@ -168,3 +168,13 @@ def test_bfloat16_without_any_axis():
         total = cd.reduce([tf.constant(1.5, tf.bfloat16)] * 2, options=options)
         assert total.dtype == tf.bfloat16
         assert float(total) == 3.0
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 40)])
+def test_float8_goes_in_and_comes_out(dtype, shape):
+    held = tf.cast(tf.fill(shape, 1.5), dtype)
+    value = cd.PerReplica([held, tf.identity(held)])
+    for total in (cd.reduce(list(value.values)), cd.bind(list(value.values), "sum", "cpu:0")()):
+        assert total.dtype == held.dtype
+        assert tf.cast(total, tf.float32).numpy().tolist() == np.full(shape, 3.0).tolist()
