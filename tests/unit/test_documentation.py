@@ -169,8 +169,7 @@ RAISE_NOTHING = {
     "ReproducibleReduceScatter.mean_over", "Strategy", "Strategy.experimental_local_results",
     "StrategyExtended", "StrategyExtended.non_slot_devices", "StrategyExtended.read_var",
     "StrategyExtended.value_container", "StrategyExtended.variable_created_in_scope",
-    "SyncOnReadVariable", "Topology", "ValueContext", "mark_bits", "micro_batch_seed", "register_container",
-    "seeded_micro_batch",
+    "SyncOnReadVariable", "Topology", "ValueContext", "mark_bits", "register_container",
 }  # fmt: skip
 """Public names that take arguments and refuse none of them."""
 

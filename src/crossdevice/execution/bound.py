@@ -17,7 +17,7 @@ from crossdevice.errors import BoundError, ContextError
 from crossdevice.execution.local.batch import CheckedBatch
 from crossdevice.execution.local.planning import Planner
 from crossdevice.execution.local.prepared import CheckedCall
-from crossdevice.execution.pending import THIS_PROCESS, Pending, finish_started, start
+from crossdevice.execution.pending import THIS_PROCESS, Pending, end_of, finish_started, start
 from crossdevice.execution.processes.between_processes import BetweenProcesses
 from crossdevice.execution.reading.leaf_spec import Columns, Dense
 from crossdevice.kernels.host.fixed_arrays import FixedArrays
@@ -75,15 +75,17 @@ class BoundCall:
         self._turn = threading.Lock()
         self._running: int | None = None
         self._pending: weakref.ref[Pending] | None = None
-        self._finish: Callable[[], None] | None = None
+        self._end_of_started: Callable[[], None] | None = None
 
     def __call__(self) -> Any:
         """Makes the call: one result for one value, a list for pairs."""
         check_cross_replica("a bound reduction")
-        if self._finish is not None:
+        end = self._end_of_started
+        if end is not None:
             self._check_waited_for()
-            self._finish()  # without its Pending it may still wait behind other calls, and not have its turn
-            self._finish = None
+            end()  # without its Pending it may still wait behind other calls, and not have its turn
+            if self._end_of_started is end:
+                self._end_of_started = None
         return self._run_in_turn()
 
     def start(self) -> Pending:
@@ -99,7 +101,7 @@ class BoundCall:
         self._check_waited_for()
         pending = start(self._run_in_turn, self._owner, self._side_streams())
         # Not the object itself: an interrupt may lose it, and then nobody could wait for it any more.
-        self._pending, self._finish = weakref.ref(pending), pending.finisher()
+        self._pending, self._end_of_started = weakref.ref(pending), end_of(pending)
         return pending
 
     def _check_waited_for(self) -> None:

@@ -64,16 +64,12 @@ class Pending(abc.ABC):
             ContextError: this process was forked from the one that started the call, before it had ended.
         """
 
-    def finisher(self) -> Callable[[], None]:
-        """Returns a function that waits until the call has ended, and keeps neither this nor the results."""
-        return lambda: None
-
 
 class _OnThread(Pending):
     """Runs on a worker thread, after everything that was started before for the same owner."""
 
     def __init__(self, call: BackgroundCall) -> None:
-        self._call, self._process = call, os.getpid()
+        self.call, self._process = call, os.getpid()
 
     def done(self) -> bool:
         """True once the thread has ended it."""
@@ -90,26 +86,15 @@ class _OnThread(Pending):
         if not has_ended:
             raise DeadlineError(f"the reduction that was started has not ended in {seconds:g} seconds")
         self.is_waited_for = True
-        return self._call.result()
+        return self.call.result()
 
     def _has_ended(self, seconds: float) -> bool:
-        if os.getpid() != self._process and not self._call.wait(0):
+        if os.getpid() != self._process and not self.call.wait(0):
             raise ContextError(
                 f"this call was started in process {self._process}, from which this one was forked before it "
                 "had ended; wait for it there, or start another one here"
             )
-        return self._call.wait(seconds)
-
-    def finisher(self) -> Callable[[], None]:
-        """A function that waits for the thread, which keeps the call until it has ended."""
-        started = weakref.ref(self._call)
-
-        def finish() -> None:
-            call = started()
-            if call is not None and not is_started_work():
-                call.wait(math.inf)
-
-        return finish
+        return self.call.wait(seconds)
 
 
 class _OnStreams(Pending):
@@ -150,6 +135,20 @@ def start(work: Callable[[], Any], owner: object = THIS_PROCESS, side: SideStrea
     if worker is None:
         worker = _workers.setdefault(owner, _Worker())
     return worker.start(on_current_stream(work))
+
+
+def end_of(pending: Pending) -> Callable[[], None]:
+    """Returns a function that waits until a call has ended; it keeps neither the Pending nor the results."""
+    if not isinstance(pending, _OnThread):
+        return lambda: None  # GPUs keep the order of what is put on their streams
+    started = weakref.ref(pending.call)  # its thread keeps it until it has ended
+
+    def wait() -> None:
+        call = started()
+        if call is not None and not is_started_work():
+            call.wait(math.inf)
+
+    return wait
 
 
 def finish_started(owner: object) -> None:
