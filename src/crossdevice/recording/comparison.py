@@ -153,7 +153,12 @@ def compare(first: Run, second: Run) -> Comparison:
             run._replace(ranks={rank: run.ranks[rank] for rank in both or run.ranks})
             for run in (first, second)
         )
-    by_name = first.ranks.keys() != second.ranks.keys() or _num_replicas(first) != _num_replicas(second)
+    replicas = _num_replicas(first), _num_replicas(second)
+    by_name = first.ranks.keys() != second.ranks.keys() or any(
+        # A call that only one run has, as before a kill, says nothing of the number of replicas.
+        replicas[0][call] != replicas[1][call]
+        for call in replicas[0].keys() & replicas[1].keys()
+    )
     events = [{0: _common(run)} if by_name else run.ranks for run in (first, second)]
     names = [{moment.name for moments in ranks.values() for moment in moments} for ranks in events]
     marks = [
@@ -181,10 +186,10 @@ def _without(ranks: dict[int, list[Moment]], names: set[str]) -> dict[int, list[
     }
 
 
-def _num_replicas(run: Run) -> set[tuple[int, str, tuple[int, ...]]]:
-    """Counts the replicas of each call's leaves, where they first appear."""
+def _num_replicas(run: Run) -> dict[tuple[int, str], tuple[int, ...]]:
+    """Counts the replicas of the leaves of each rank's calls, by name, where they first appear."""
     return {
-        (rank, moment.name, tuple(sorted({len(found) for found in moment.inputs.values()})))
+        (rank, moment.name): tuple(sorted({len(found) for found in moment.inputs.values()}))
         for rank, moments in run.ranks.items()
         for moment in moments
         if moment.is_call and moment.occurrence == 1
@@ -348,7 +353,7 @@ def _all_events(number: int) -> str:
 
 def _places(run: Run) -> str:
     """Counts the ranks and replicas that the calls of a run have."""
-    replicas = {count for *_, counts in _num_replicas(run) for count in counts}
+    replicas = {count for counts in _num_replicas(run).values() for count in counts}
     ranks = counted(len(run.ranks), "rank")
     most = max(replicas, default=1)
     return ranks if most == 1 else f"{ranks} of {most} replicas"

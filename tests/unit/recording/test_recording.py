@@ -205,6 +205,24 @@ def test_the_rank_whose_inputs_differ_is_named(tmp_path, capsys):
     assert "part at the 3rd call 'reduce SUM' on rank 1\n1 of 1 leaf differs: w\nits inputs already" in said
 
 
+def test_a_call_that_one_run_lacks_does_not_hide_what_differs_on_one_rank(tmp_path, capsys):
+    def program(bias, is_whole):
+        def of_rank(group):
+            ops = cd.CollectiveAllReduce(group=group)
+            ops.reduce("max", np.float32([3 - group.rank + bias * group.rank]), "cpu:0")
+            if is_whole:
+                ops.reduce("mean", np.ones(2), "cpu:0")
+
+        return of_rank
+
+    words = [str(tmp_path / name) for name in ("a.bits", "b.bits")]
+    for path, bias in zip(words, (0, 0.5), strict=True):
+        with cd.record_bits(path):
+            run_ranks(2, program(bias, is_whole=not bias))
+    assert main(["bits", *words]) == 1
+    assert "part at the 1st call 'reduce MAX' on rank 1\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("last", [12.0, 24.0])
 def test_runs_with_other_numbers_of_ranks_are_compared_by_name(tmp_path, last):
     """Each rank brings its share, so that only sums are alike."""
