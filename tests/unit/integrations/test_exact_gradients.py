@@ -432,7 +432,7 @@ def test_what_one_worker_cannot_add_to_shards_is_told_to_all():
         (lambda model: model.weight, "got a Parameter"),
         (lambda model: dict(model.named_parameters()), "got a dict"),
         (lambda model: torch.optim.SGD(model.parameters()).param_groups, "parameter 0 is a dict"),
-        (lambda model: [np.ones(2)], "parameter 0 is a ndarray"),
+        (lambda model: [np.ones(2)], "parameter 0 is an ndarray"),
     ],
 )
 def test_what_are_no_parameters_is_refused_at_once(given, named):

@@ -47,7 +47,7 @@ from crossdevice.recording.recorder import digests_by_path, is_recording, write_
 from crossdevice.values.dtypes import FLOATS, PARTS
 from crossdevice.values.launchers import launched
 from crossdevice.values.options import whole_number
-from crossdevice.values.quantities import counted
+from crossdevice.values.quantities import counted, kind_text
 from crossdevice.values.reduce_op import ReduceOp
 
 
@@ -473,8 +473,7 @@ def _named(parameters: object) -> list[tuple[str, torch.Tensor]]:
     # A tensor and a state_dict are iterables too, of rows and of names, which never have a gradient.
     if isinstance(parameters, (torch.Tensor, Mapping)) or not isinstance(parameters, Iterable):
         raise OptionError(
-            "parameters must be model.parameters() or model.named_parameters(); got a "
-            f"{type(parameters).__name__}"
+            f"parameters must be model.parameters() or model.named_parameters(); got {kind_text(parameters)}"
         )
     named = [
         each if isinstance(each, tuple) and len(each) == 2 else (f"parameter {number}", each)
@@ -485,8 +484,8 @@ def _named(parameters: object) -> list[tuple[str, torch.Tensor]]:
     for name, each in named:
         if not isinstance(each, torch.Tensor):
             raise OptionError(
-                f"{name} is a {type(each).__name__}; expected a tensor, as in model.parameters(), or a pair "
-                "of a name and a tensor, as in model.named_parameters()"
+                f"{name} is {kind_text(each)}; expected a tensor, as in model.parameters(), or a pair of a "
+                "name and a tensor, as in model.named_parameters()"
             )
     return named
 
