@@ -24,6 +24,7 @@ from resnet50 import gradient_shapes
 
 import crossdevice as cd
 from crossdevice.kernels.cuda.driver import kernels_unavailable
+from crossdevice.kernels.cuda.families import MAX_ARRAYS
 from crossdevice.values.quantities import time_text
 
 NUM_REPLICAS = 8
@@ -221,6 +222,33 @@ def large_rows(dtype: torch.dtype, rounds: int, shrink: int) -> list[Row]:
     return [Row(f"8 x 256 MiB {name}, accurate sum, of the limit", share, "%", floor, aim)]
 
 
+def say_exact(rounds: int, shrink: int) -> None:
+    """Prints what exact sums into one result take beside accurate ones, where there are any, and a copy."""
+    exact, ops = cd.CommunicationOptions(precision="exact"), cd.DirectAllReduce()
+    for dtype, count, mib, cancels in (
+        (torch.float32, 8, 256, False),
+        (torch.bfloat16, 8, 256, False),
+        (torch.float64, 8, 256, False),
+        (torch.float64, 100, 16, False),
+        (torch.float64, 8, 16, True),
+    ):
+        size = mib * MIB // shrink // dtype.itemsize
+        arrays = [torch.randn(size, device="cuda").to(dtype) for _ in range(count)]
+        if cancels:  # down to what the errors of additions do not hold: all are added up as integers
+            arrays[0] *= 2.0**300
+            arrays[1] *= 2.0**-300
+            arrays[-1] = -arrays[0]
+        value = cd.PerReplica(arrays)
+        calls = {"exact": ops.bind("sum", value, "cuda:0", exact)}
+        if count <= MAX_ARRAYS:
+            calls["accurate"] = ops.bind("sum", value, "cuda:0")
+        calls["copy"] = copy_of((count + 1) * size * dtype.itemsize)
+        name = str(dtype).rpartition(".")[2] + (", cancelling" if cancels else "")
+        say_times(f"{count} x {mib} MiB {name}, kernel", in_turns(calls, gpu_seconds, rounds))
+        del arrays, value, calls
+        torch.cuda.empty_cache()
+
+
 def resnet_rows(rounds: int, shrink: int) -> list[Row]:
     tensors = replicas(gradient_shapes()[::shrink], torch.float32)
     call = ours(tensors, "mean")
@@ -288,6 +316,7 @@ def main() -> int:
             print(row, flush=True)
             missed += not row.is_kept
         torch.cuda.empty_cache()
+    say_exact(rounds, shrink)
     print(f"# {missed} rows below their floor")
     return 1 if missed and not arguments.quick else 0
 

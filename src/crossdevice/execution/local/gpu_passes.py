@@ -15,7 +15,6 @@ from crossdevice.execution.reading.outputs import delivered
 from crossdevice.execution.tracing import Work, flight_recorder, now
 from crossdevice.kernels.cuda.driver import gpu_unavailable, kernels_unavailable
 from crossdevice.kernels.cuda.families import (
-    MAX_ARRAYS,
     AddressOffset,
     KernelTask,
     arranged,
@@ -37,11 +36,12 @@ def fused_pass_unavailable(spec: LeafSpec, recipe: Recipe, dtype: str) -> str | 
     """Reason a leaf on one GPU is reduced step by step; None if a fused pass does it."""
     if not spec.backend.shares_gpu_arrays:
         return f"arrays of {spec.backend.name} do not reach the kernels of the GPU"
-    if max(len(spec.devices), len(spec.destinations)) > MAX_ARRAYS:
-        return f"the kernels of the GPU take {MAX_ARRAYS} replicas at most"
     arrangement = arranged(recipe, spec.dtype, dtype)
     if isinstance(arrangement, str):
         return arrangement
+    most = arrangement.arithmetic.max_arrays
+    if most is not None and max(len(spec.devices), len(spec.destinations)) > most:
+        return f"this kernel of the GPU takes {most} replicas at most"
     return kernels_unavailable() or gpu_unavailable(spec.devices[0].index)
 
 

@@ -18,14 +18,17 @@ from crossdevice.values.reduce_op import ReduceOp
 BLOCK_BYTES = 4096
 """Bytes that one program of a kernel reads of each input."""
 
+MAX_EXACT_BLOCK = 1024
+"""The most elements of a block of exact sums, which need more registers each."""
+
 MAX_ARRAYS = 64
-"""Inputs, and outputs, of one task: code is written out for each of them."""
+"""Inputs, and outputs, of one task whose code is written out for each of them: of all but exact sums."""
 
-MAX_PARTS = 16
-"""Inputs of exact sums that keep a part of the sum for each; more are first added by their magnitudes."""
+ROW_NUMBERS = 3
+"""Numbers that tell a program of a launch by table what it does: `rows_of`."""
 
-MAX_EXACT_DIVISOR = 1 << 20
-"""The largest divisor of exact means: beyond, a quotient may be less precise than the kernel relies on."""
+MAX_EXACT_DIVISOR = 1 << 31
+"""The largest divisor of exact means, for which long division has 64 bits; as on the host."""
 
 COMPILED_FAMILIES = (
     "native",
@@ -61,6 +64,11 @@ class Arithmetic(NamedTuple):
         """2 if the addresses of inputs are followed by the bits of their weights and two more numbers."""
         return 2 if self.family.startswith("weighted") else 1
 
+    @property
+    def max_arrays(self) -> int | None:
+        """The most inputs, and outputs, of one task; None for any number, whose addresses are in a table."""
+        return None if self.family == "exact" else MAX_ARRAYS
+
 
 class Arrangement(NamedTuple):
     """An arithmetic and the order of its inputs (None: as given)."""
@@ -74,8 +82,8 @@ def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
 
     >>> arranged(Recipe(ReduceOp.SUM, "accurate", 3), "bfloat16", "bfloat16").arithmetic[:4]
     ('wide', 'SUM', 'bfloat16', 'bfloat16')
-    >>> arranged(Recipe(ReduceOp.SUM, "exact"), "float64", "float64")
-    'exact sums and products of float64 have no GPU kernel'
+    >>> arranged(Recipe(ReduceOp.PROD, "exact"), "float64", "float64")
+    'exact products of float64 have no GPU kernel'
     """
     if dtype == "bool":
         return "bool has no GPU kernel"
@@ -85,9 +93,10 @@ def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
         return f"{dtype} has no GPU kernel"
     element, result = PARTS.get(dtype, dtype), PARTS.get(into, into)
     family = family_of(recipe, element, result)
-    is_too_wide = element == "float64" or (recipe.divisor or 0) > MAX_EXACT_DIVISOR
-    if family not in COMPILED_FAMILIES or (family == "exact" and is_too_wide):
-        what = "exact sums and products" if element in FLOATS else "means without wrap-around"
+    if family == "exact" and (recipe.divisor or 0) > MAX_EXACT_DIVISOR:
+        return f"exact means of more than {MAX_EXACT_DIVISOR} have no GPU kernel"
+    if family not in COMPILED_FAMILIES:
+        what = "exact products" if element in FLOATS else "means without wrap-around"
         if recipe.op.is_order_statistic:
             what = "medians and trimmed means"
         elif recipe.weights is not None:
@@ -103,7 +112,8 @@ def arranged(recipe: Recipe, dtype: str, into: str) -> Arrangement | str:
 
 def block_elements(arithmetic: Arithmetic) -> int:
     """Returns the number of elements that one program reads of each input."""
-    return BLOCK_BYTES // ITEM_BYTES[arithmetic.element]
+    block = BLOCK_BYTES // ITEM_BYTES[arithmetic.element]
+    return min(block, MAX_EXACT_BLOCK) if arithmetic.family == "exact" else block
 
 
 def parts_in(dtype: str) -> int:

@@ -128,7 +128,8 @@ class GpuPass:
         tabled: list[list[KernelTask]] = []
         for kind in kinds.values():
             arithmetic, inputs, outputs, num_elements = kind[0]
-            if len(kind) > 1 or len(inputs) + len(outputs) > MAX_ARGUMENTS:
+            has_many = arithmetic.max_arrays is None or len(inputs) + len(outputs) > MAX_ARGUMENTS
+            if len(kind) > 1 or has_many:
                 tabled.append(kind)
                 continue
             num_programs = -(-num_elements // block_elements(arithmetic))

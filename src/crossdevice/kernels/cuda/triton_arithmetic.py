@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from crossdevice.kernels.cuda.families import MAX_ARRAYS, Arithmetic
+from crossdevice.kernels.cuda.families import Arithmetic
 from crossdevice.kernels.families import START, WITH_INPUT
-from crossdevice.kernels.host.reference.long_accumulator import FORMATS
 from crossdevice.kernels.host.reference.rounding import LARGEST_PRODUCT, SMALLEST_PRODUCT
 
 _TYPES = {
@@ -54,54 +53,27 @@ class KernelSpec(NamedTuple):
     largest: int
     """All bits of a float but its sign, for MIN and MAX of floats; 0 otherwise."""
     infinity: int
-    bins: tuple[float, ...]
-    """Thresholds between ranges of magnitudes, for sums of many floats."""
     beyond: int
     """Rank of NaN while floats are put in order: less or more than all numbers, so that it wins."""
 
 
 def kernel_spec(arithmetic: Arithmetic) -> KernelSpec:
-    """Returns the specification with the memory types and constants of a dtype."""
+    """Returns the specification with the memory types and constants of a dtype.
+
+    Exact sums are given their divisor when they are launched.
+    """
+    if arithmetic.family == "exact":
+        arithmetic = arithmetic._replace(divisor=None)
     levels = tuple(range(max((step >> 8 & 255 for step in arithmetic.program), default=0) + 1))
     divides = arithmetic.divisor is not None and math.frexp(arithmetic.divisor)[0] != 0.5
     if arithmetic.family != "extreme" or arithmetic.element not in _INFINITIES:
         types = _TYPES[arithmetic.element], _TYPES[arithmetic.result]
-        bins = bins_of(arithmetic.element) if arithmetic.family == "exact" else ()
-        return KernelSpec(*arithmetic, levels, arithmetic.numbers_per_input, divides, *types, 0, 0, bins, 0)
+        return KernelSpec(*arithmetic, levels, arithmetic.numbers_per_input, divides, *types, 0, 0, 0)
     read_as = _TYPES_OF_BITS[arithmetic.element]
     largest = (1 << (read_as.primitive_bitwidth - 1)) - 1
     beyond = -largest - 1 if arithmetic.op == "MIN" else largest
     infinity = _INFINITIES[arithmetic.element]
-    return KernelSpec(*arithmetic, levels, 1, divides, read_as, read_as, largest, infinity, (), beyond)
-
-
-def bins_of(dtype: str) -> tuple[float, ...]:
-    """Bounds between magnitudes of a float: within each range `MAX_ARRAYS` of them add up without rounding.
-
-    >>> bins_of("float16"), len(bins_of("bfloat16"))
-    ((), 6)
-    """
-    precision, smallest = FORMATS[dtype]
-    width = 53 - precision - (MAX_ARRAYS.bit_length() - 1)
-    first = smallest + precision - 1  # the exponent of the smallest normal number
-    last = 16 if dtype == "float16" else 128
-    return tuple(2.0**exponent for exponent in range(first + width, last, width))
-
-
-@triton.jit
-def binned(bins, element, SPEC: tl.constexpr):
-    """Adds one element to the sums of the ranges of magnitudes."""
-    size = tl.abs(element)
-    if len(bins) == 1:
-        grown = (bins[0] + element,)
-    else:
-        grown = (bins[0] + tl.where(size < SPEC.bins[0], element, 0.0),)
-        for number in tl.static_range(1, len(bins) - 1):
-            is_inside = (size >= SPEC.bins[number - 1]) & (size < SPEC.bins[number])
-            grown = grown + (bins[number] + tl.where(is_inside, element, 0.0),)
-        last: tl.constexpr = len(bins) - 1
-        grown = grown + (bins[last] + tl.where(size >= SPEC.bins[last - 1], element, 0.0),)
-    return grown
+    return KernelSpec(*arithmetic, levels, 1, divides, read_as, read_as, largest, infinity, beyond)
 
 
 @triton.jit
@@ -198,66 +170,13 @@ def compensated(total, errors, SPEC: tl.constexpr):
 
 
 @triton.jit
-def enlarged(parts, element):
-    """Adds one element to the parts of a sum, from small to large, without any error (Shewchuk)."""
-    total = parts[0] + element
-    rest = (error_of(parts[0], element, total),)
-    for number in tl.static_range(1, len(parts)):
-        more = total + parts[number]
-        rest = rest + (error_of(total, parts[number], more),)
-        total = more
-    return rest + (total,)
-
-
-@triton.jit
-def _leading(parts):
-    """Returns the float64 nearest to the sum of parts, and the next part, which has the sign of the rest."""
-    near = parts[len(parts) - 1]
-    rest = tl.zeros_like(near)
-    for number in tl.static_range(1, len(parts)):
-        part = parts[len(parts) - 1 - number]
-        total = near + part
-        error = error_of(near, part, total)
-        is_open = rest == 0
-        near = tl.where(is_open, total, near)
-        rest = tl.where(is_open, error, rest)
-    return near, rest
-
-
-@triton.jit
-def exact(parts, plain, infinite, SPEC: tl.constexpr):
-    """Returns the true sum or mean as a float64 rounded to odd, so that one more rounding is the only one.
-
-    `plain` is the sum as float64 adds it, and `infinite` that of all elements that are not finite: the first
-    has the sign of a zero, the second is the result if it is not 0.
-    """
-    near, rest = _leading(parts)
-    is_zero = near == 0
-    if SPEC.divisor is not None:
-        number = tl.full(near.shape, SPEC.divisor, tl.float64)
-        first = near / number
-        product = first * number
-        remainder = (near - product) - error_of_product(first, number, product)
-        near = first + (remainder + rest) / number  # less than one unit of the last place from the mean
-        product = near * number
-        left = enlarged(enlarged(parts, -error_of_product(near, number, product)), -product)
-        rest, _ = _leading(left)
-    bits = near.to(tl.int64, bitcast=True)
-    is_inexact = rest != 0
-    bits = tl.where(is_inexact & ((rest < 0) != (near < 0)), bits - 1, bits)
-    odd = tl.where(is_inexact, bits | 1, bits).to(tl.float64, bitcast=True)
-    zero = tl.where(plain == 0, plain, 0.0)
-    return tl.where(infinite != 0, infinite, tl.where(is_zero, zero, odd))
-
-
-@triton.jit
 def finished(total, SPEC: tl.constexpr):
     """Rounds to the dtype of the result."""
     if SPEC.family == "true_mean":
         total = total.to(tl.float64)
     elif SPEC.family == "wrapping_mean":
         total = total.to(SPEC.written_as)
-    if SPEC.divisor is not None and SPEC.family != "compensated" and SPEC.family != "exact":
+    if SPEC.divisor is not None and SPEC.family != "compensated":
         number = tl.full(total.shape, SPEC.divisor, total.dtype)
         if not SPEC.divides:
             total = total * (1.0 / SPEC.divisor)

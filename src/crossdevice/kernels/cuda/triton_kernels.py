@@ -12,15 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from crossdevice.kernels.cuda.families import MAX_PARTS
+from crossdevice.kernels.cuda.families import ROW_NUMBERS
 from crossdevice.kernels.cuda.triton_arithmetic import (
-    binned,
     combined,
     compensated,
-    enlarged,
     error_of,
     error_of_product,
-    exact,
     finished,
     number_of,
     stepped,
@@ -28,8 +25,7 @@ from crossdevice.kernels.cuda.triton_arithmetic import (
     widened,
 )
 
-_ROW_NUMBERS = tl.constexpr(3)
-_MAX_PARTS = tl.constexpr(MAX_PARTS)
+_ROW_NUMBERS = tl.constexpr(ROW_NUMBERS)
 
 
 @triton.jit(do_not_specialize=["inputs", "outputs", "num_elements"])
@@ -112,31 +108,6 @@ def _combination(inputs, start, left, SPEC: tl.constexpr, BLOCK: tl.constexpr, I
             errors += error_of(total, element, grown)
             total = grown
         total = compensated(total, errors, SPEC)
-    elif SPEC.family == "exact":
-        infinity: tl.constexpr = float("inf")
-        finite = tl.where(tl.abs(total) < infinity, total, 0.0)
-        plain, infinite = total, tl.where(tl.abs(total) < infinity, 0.0, total)
-        parts = (finite,)
-        if len(inputs) > _MAX_PARTS:
-            bins = (tl.zeros_like(total),)
-            for _ in tl.static_range(len(SPEC.bins)):
-                bins = bins + (tl.zeros_like(total),)
-            bins = binned(bins, finite, SPEC)
-        for number in tl.static_range(1, len(inputs)):
-            element = _element(inputs[number], start, left, SPEC, BLOCK, IS_WHOLE)
-            is_finite = tl.abs(element) < infinity
-            finite = tl.where(is_finite, element, 0.0)
-            if len(inputs) > _MAX_PARTS:
-                bins = binned(bins, finite, SPEC)
-            else:
-                parts = enlarged(parts, finite)
-            plain += element
-            infinite += tl.where(is_finite, 0.0, element)
-        if len(inputs) > _MAX_PARTS:
-            parts = (bins[0],)
-            for number in tl.static_range(1, len(bins)):
-                parts = enlarged(parts, bins[number])
-        total = exact(parts, plain, infinite, SPEC)
     else:
         for number in tl.static_range(1, len(inputs)):
             total = combined(total, _element(inputs[number], start, left, SPEC, BLOCK, IS_WHOLE), SPEC)
@@ -169,7 +140,7 @@ def _weighted(inputs, element, start, left, SPEC: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _element(address, start, left, SPEC: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
-    place = _block_at(address.to(tl.pointer_type(SPEC.read_as)) + start, BLOCK, IS_WHOLE)
+    place = block_at(address.to(tl.pointer_type(SPEC.read_as)) + start, BLOCK, IS_WHOLE)
     if IS_WHOLE:
         stored = tl.load(place)
     else:
@@ -179,11 +150,12 @@ def _element(address, start, left, SPEC: tl.constexpr, BLOCK: tl.constexpr, IS_W
 
 @triton.jit
 def _targets(address, start, SPEC: tl.constexpr, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
-    return _block_at(address.to(tl.pointer_type(SPEC.written_as)) + start, BLOCK, IS_WHOLE)
+    return block_at(address.to(tl.pointer_type(SPEC.written_as)) + start, BLOCK, IS_WHOLE)
 
 
 @triton.jit
-def _block_at(place, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+def block_at(place, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """Returns the addresses of a block's elements; whole blocks are known to begin at multiples of 16."""
     places = place + tl.arange(0, BLOCK)
     if IS_WHOLE:
         places = tl.max_contiguous(tl.multiple_of(places, 16), BLOCK)

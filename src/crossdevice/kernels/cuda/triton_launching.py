@@ -12,6 +12,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from crossdevice.kernels.cuda.driver import prepared_launch
 from crossdevice.kernels.cuda.families import Arithmetic, Launch, Start, block_elements
 from crossdevice.kernels.cuda.triton_arithmetic import kernel_spec
+from crossdevice.kernels.cuda.triton_exact import CHUNK, exact_by_table
 from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
 
 NUM_WARPS = 8
@@ -47,8 +48,14 @@ def launch_by_table(arithmetic: Arithmetic, num_inputs: int, num_outputs: int, n
 
     It takes where the addresses are, and where the rows are.
     """
-    constants = num_inputs, num_outputs, kernel_spec(arithmetic), block_elements(arithmetic)
-    return _launch(pass_by_table, tuple, 2, constants, num_programs)
+    spec, block = kernel_spec(arithmetic), block_elements(arithmetic)
+    if arithmetic.family != "exact":
+        constants = num_inputs, num_outputs, spec, block
+        return _launch(pass_by_table, tuple, 2, constants, num_programs)
+    # One kernel for any numbers of arrays.
+    numbers = num_inputs, num_outputs, int(arithmetic.divisor or 1)
+    launch = _launch(exact_by_table, tuple, 2 + len(numbers), (spec, block, CHUNK), num_programs)
+    return lambda places: launch((*places, *numbers))
 
 
 def _launch(

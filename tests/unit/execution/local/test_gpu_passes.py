@@ -79,10 +79,13 @@ def test_what_has_no_kernel_is_named():
     exact = cd.CommunicationOptions(precision="exact")
     assert reason_for(spec_on(GPU), options=exact) is None
     wide = spec_on(GPU, dtype="float64")
-    assert reason_for(wide, options=exact) == "exact sums and products of float64 have no GPU kernel"
+    assert reason_for(wide, "prod", exact) == "exact products of float64 have no GPU kernel"
     assert reason_for(spec_on(GPU), "max", exact) is None
     assert "int64" in reason_for(spec_on(GPU, GPU, dtype="int64"), "mean")
-    assert "64 replicas at most" in reason_for(spec_on(*[GPU] * (MAX_ARRAYS + 1)))
+    many = [GPU] * (MAX_ARRAYS + 1)
+    assert "64 replicas at most" in reason_for(spec_on(*many))
+    assert "64 replicas at most" in reason_for(spec_on(*many), "max", exact)
+    assert reason_for(spec_on(*many, dtype="complex128"), "mean", exact) is None
     assert "numpy" in reason_for(spec_on(GPU, library="numpy"))
 
 
@@ -111,8 +114,7 @@ def test_explanations_say_what_becomes_of_a_plan():
     off = runner._on_one_gpu(spec_on(GPU), ReduceOp.SUM, cd.CommunicationOptions(lowering="off"))
     assert off.endswith("run step by step: lowering is off")
     exact = cd.CommunicationOptions(precision="exact")
-    wide = spec_on(GPU, dtype="float64")
-    assert "step by step: exact sums" in runner._on_one_gpu(wide, ReduceOp.SUM, exact)
+    assert "step by step: exact products" in runner._on_one_gpu(spec_on(GPU), ReduceOp.PROD, exact)
 
 
 def test_a_gpu_that_is_too_old_is_named(monkeypatch):

@@ -11,12 +11,13 @@ import pytest
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from crossdevice.kernels.cuda.families import MAX_PARTS, arranged, block_elements
+from crossdevice.kernels.cuda.families import arranged, block_elements
 from crossdevice.kernels.cuda.gpu_fingerprint import BLOCKS, UNROLLED
 from crossdevice.kernels.cuda.gpu_fingerprint import NUM_WARPS as FINGERPRINT_WARPS
 from crossdevice.kernels.cuda.gpu_sums import BLOCK as SUM_BLOCK
 from crossdevice.kernels.cuda.gpu_sums import NUM_WARPS as SUM_WARPS
 from crossdevice.kernels.cuda.triton_arithmetic import kernel_spec
+from crossdevice.kernels.cuda.triton_exact import CHUNK, exact_by_table
 from crossdevice.kernels.cuda.triton_fingerprint import sum_blocks
 from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
 from crossdevice.kernels.cuda.triton_launching import ANY_ADDRESS, NUM_WARPS, spare_arguments
@@ -32,8 +33,6 @@ KINDS = {
     "wide into another dtype": (MEAN, "bfloat16", "float32"),
     "wide product": (Recipe(ReduceOp.PROD, "accurate"), "float16", "float16"),
     "compensated": (MEAN, "float64", "float64"),
-    "exact": (Recipe(ReduceOp.SUM, "exact", 3), "float32", "float32"),
-    "exact of many": (Recipe(ReduceOp.SUM, "exact", 20), "float32", "float32"),
     "native": (Recipe(ReduceOp.SUM, "fast", 4), "float32", "float32"),
     "native tree": (Recipe(ReduceOp.SUM, "fast", 3, (0, (2, 1))), "float32", "float32"),
     "rounded tree": (Recipe(ReduceOp.SUM, "fast", 3, (0, (2, 1))), "bfloat16", "bfloat16"),
@@ -65,15 +64,12 @@ def _absent_gpu(monkeypatch):
     if not hasattr(pass_by_arguments, "device_caches"):
         pytest.skip("Triton interprets kernels in this process")
     monkeypatch.setattr(driver, "_active", _AbsentGpu())
-    pass_by_arguments.device_caches.clear()
-    pass_by_table.device_caches.clear()
-    sum_blocks.device_caches.clear()
-    add_arrays.device_caches.clear()
+    kernels = pass_by_arguments, pass_by_table, exact_by_table, sum_blocks, add_arrays
+    for kernel in kernels:
+        kernel.device_caches.clear()
     yield
-    pass_by_arguments.device_caches.clear()
-    pass_by_table.device_caches.clear()
-    sum_blocks.device_caches.clear()
-    add_arrays.device_caches.clear()
+    for kernel in kernels:
+        kernel.device_caches.clear()
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
@@ -84,8 +80,6 @@ def test_kernels_compile_with_wide_accesses_and_without_contraction(kind):
     spec, block = kernel_spec(arithmetic), block_elements(arithmetic)
     options = {"grid": (1,), "num_warps": NUM_WARPS, "enable_fp_fusion": False}
     num_inputs = 3 if spec.numbers_per_input == 1 else 8
-    if kind == "exact of many":
-        num_inputs = MAX_PARTS + 4
     inputs, outputs = (ANY_ADDRESS,) * num_inputs, (ANY_ADDRESS,) * 3
     by_arguments = pass_by_arguments.warmup(inputs, outputs, ANY_ADDRESS, spec, block, **options)
     by_table = pass_by_table.warmup(ANY_ADDRESS, ANY_ADDRESS, num_inputs, 3, spec, block, **options)
@@ -96,6 +90,26 @@ def test_kernels_compile_with_wide_accesses_and_without_contraction(kind):
         assert re.search(r"ld\.global\.v(4\.b32|2\.b64)", code)
         assert re.search(r"st\.global\.v(4\.b32|2\.b64)", code)
         assert not re.search(r"\bfma\.|\.ftz|div\.full|div\.approx", code)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.usefixtures("_absent_gpu")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_one_kernel_of_a_dtype_adds_exactly_and_contracts_nothing(dtype):
+    specs = [
+        (kernel_spec(arithmetic), block_elements(arithmetic))
+        for divisor in (None, 3, 70_000)
+        for arithmetic in [arranged(Recipe(ReduceOp.SUM, "exact", divisor), dtype, dtype).arithmetic]
+    ]
+    assert len(set(specs)) == 1
+    options = {"grid": (1,), "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    compiled = exact_by_table.warmup(*[ANY_ADDRESS] * 5, *specs[0], CHUNK, **options)
+    assert spare_arguments(compiled, 5) in (0, 1, 2)
+    code = compiled.asm["ptx"]
+    widest = "v2.b32" if dtype == "bfloat16" else "v2.b64" if dtype == "float64" else "v4.b32"
+    assert re.search(rf"ld\.global\.{widest}", code)
+    assert re.search(rf"st\.global\.{widest}", code)
+    assert not re.search(r"\bfma\.|\.ftz|div\.full|div\.approx", code)
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")

@@ -34,8 +34,9 @@ def family(op, precision, dtype, order=None):
         (MEAN, "exact", "uint32", "true_mean"),
         (MEAN, "accurate", "int64", "means without wrap-around of int64 have no GPU kernel"),
         (SUM, "exact", "float16", "exact"),
-        (SUM, "exact", "complex128", "exact sums and products of complex128 have no GPU kernel"),
-        (PROD, "exact", "float16", "exact sums and products of float16 have no GPU kernel"),
+        (SUM, "exact", "complex128", "exact"),
+        (MEAN, "exact", "float64", "exact"),
+        (PROD, "exact", "float16", "exact products of float16 have no GPU kernel"),
         (PROD, "fast", "complex64", "products of complex64 have no GPU kernel"),
     ],
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from crossdevice.backends.protocol import Array
+from crossdevice.execution.local.prepared import recipe_for
 from crossdevice.execution.processes.gpu_peers import known_peers, peers_unavailable
 from crossdevice.execution.processes.programs import Delivery, Inputs, Results
 from crossdevice.execution.processes.reduced_batch import (
@@ -22,7 +23,6 @@ from crossdevice.execution.reading.leaf_spec import Columns, Dense, LeafSpec, Ou
 from crossdevice.execution.reading.outputs import are_apart, delivered
 from crossdevice.execution.tracing import Work, recorded
 from crossdevice.kernels.cuda.families import (
-    MAX_ARRAYS,
     AddressOffset,
     KernelTask,
     arranged,
@@ -30,7 +30,7 @@ from crossdevice.kernels.cuda.families import (
 from crossdevice.plans.tasks import Ref, Task, TaskPlan
 from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.process_groups.group_call import GroupCall
-from crossdevice.values.dtypes import ITEM_BYTES
+from crossdevice.values.dtypes import ITEM_BYTES, result_dtype
 from crossdevice.values.options import CommunicationOptions
 from crossdevice.values.quantities import counted
 from crossdevice.values.reduce_op import ReduceOp
@@ -61,8 +61,10 @@ def host_bits_unavailable(
     spec: LeafSpec, op: ReduceOp, options: CommunicationOptions, counts: Sequence[int]
 ) -> str | None:
     """Reason one kernel over all replicas has other bits than the host; None if it has the same."""
-    if sum(counts) > MAX_ARRAYS:
-        return f"one kernel reads at most {MAX_ARRAYS} arrays, and there are {sum(counts)}"
+    arrangement = arranged(recipe_for(op, options, sum(counts)), spec.dtype, result_dtype(spec.dtype, op))
+    most = None if isinstance(arrangement, str) else arrangement.arithmetic.max_arrays
+    if most is not None and sum(counts) > most:
+        return f"one kernel reads at most {most} arrays, and there are {sum(counts)}"
     if partial_dtype(spec.dtype, op, options.precision, max(counts)) is not None:
         return (
             "kernels cannot repeat the bits of the host: there each process combines its own replicas first"
