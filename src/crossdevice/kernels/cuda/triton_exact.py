@@ -201,7 +201,11 @@ def _added(line, num_inputs, divisor, is_open, start, left, SPEC: tl.constexpr, 
     flip = zero  # all bits of those whose sum is negative
     limb3, limb2, limb1, limb0, inexact, top = zero, zero, zero, zero, zero, zero
     for _ in range(2):  # with the signs as they are, then so that all sums are positive
-        carry, before1, before2, before3, below = zero, zero, zero, zero, zero
+        carry, below = zero, zero
+        # Each a value of its own: the compiler keeps a name that is given an equal value out of the loop.
+        before1 = tl.zeros((WIDTH,), tl.int64)
+        before2 = tl.zeros((WIDTH,), tl.int64)
+        before3 = tl.zeros((WIDTH,), tl.int64)
         limb3, limb2, limb1, limb0, inexact, top = zero, zero, zero, zero, zero, zero
         for window in range(first, last + 1):
             limb = carry
@@ -254,8 +258,8 @@ def _added(line, num_inputs, divisor, is_open, start, left, SPEC: tl.constexpr, 
     else:
         kept = tl.where((tail | inexact) != 0, kept | 1, kept)
     # Where more than 63 bits are dropped, nothing is kept.
-    field = tl.minimum(tl.maximum(place + dropped, 0), 2046)
-    bits = tl.minimum((field << 52) + kept, _INFINITY)
+    field = tl.maximum(place + dropped, 0)
+    bits = tl.where(field > 2045, _INFINITY, (tl.minimum(field, 2045) << 52) + kept)
     # A sum of nothing but -0.0 is -0.0; any other zero is positive.
     is_zero = limb3 == 0
     bits = tl.where(is_zero, 0, bits) | (tl.where(is_zero, signs, flip) & _SIGN)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from crossdevice.kernels.cuda.triton_arithmetic import error_of, error_of_product
+from crossdevice.kernels.host.reference.long_accumulator import FORMATS
 from crossdevice.kernels.host.reference.rounding import LARGEST_PRODUCT, SMALLEST_PRODUCT
 
 TYPES = {"bfloat16": tl.uint16, **{name: getattr(tl, name) for name in ("float16", "float32", "float64")}}
@@ -16,6 +17,7 @@ TYPES = {"bfloat16": tl.uint16, **{name: getattr(tl, name) for name in ("float16
 _SMALLEST_PRODUCT = tl.constexpr(SMALLEST_PRODUCT)
 _LARGEST_PRODUCT = tl.constexpr(LARGEST_PRODUCT)
 _SIGN = tl.constexpr(-(1 << 63))
+_LARGEST_WITHOUT_REST = tl.constexpr(float(1 << (53 - FORMATS["float32"].precision)))
 
 
 @triton.jit(
@@ -41,11 +43,18 @@ def add_arrays(
     """
     infinity: tl.constexpr = float("inf")
     block = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    addresses = parts.to(tl.pointer_type(tl.float64)) + block * BLOCK + columns
+    addresses = tl.max_contiguous(tl.multiple_of(addresses, 16), BLOCK)
+    part_elements = num_blocks.to(tl.int64) * BLOCK
+    # Before anything is known of the array: most of the bytes are then on their way while the table is read.
+    held = (tl.load(addresses),)
+    for number in tl.static_range(1, NUM_PARTS):
+        held = held + (tl.load(addresses + number * part_elements),)
     words = table.to(tl.pointer_type(tl.int64))
     owner = tl.load(words + 3 * num_arrays + block)
     address = tl.load(words + owner)
     if address != 0:
-        columns = tl.arange(0, BLOCK)
         places = (block - tl.load(words + num_arrays + owner)) * BLOCK + columns
         inside = places < tl.load(words + 2 * num_arrays + owner)
         stored = tl.load(address.to(tl.pointer_type(ELEMENT)) + places, mask=inside, other=0)
@@ -53,27 +62,21 @@ def add_arrays(
             element = (stored.to(tl.uint32) << 16).to(tl.float32, bitcast=True).to(tl.float64)
         else:
             element = stored.to(tl.float64)
-        addresses = parts.to(tl.pointer_type(tl.float64)) + block * BLOCK + columns
-        addresses = tl.max_contiguous(tl.multiple_of(addresses, 16), BLOCK)
-        part_elements = num_blocks.to(tl.int64) * BLOCK
-        held = (tl.load(addresses),)
-        for number in tl.static_range(1, NUM_PARTS):
-            held = held + (tl.load(addresses + number * part_elements),)
 
         factor = weight.to(tl.int64).to(tl.float64)
         product = element * factor
-        size = tl.abs(product)
-        is_known = (
-            (size >= _SMALLEST_PRODUCT) & (size <= _LARGEST_PRODUCT) & (tl.abs(element) <= _LARGEST_PRODUCT)
-        )
-        rest = error_of_product(element, factor, product)
-        bits = rest.to(tl.int64, bitcast=True)  # Triton makes a literal -0.0 positive
-        bits = tl.where(rest == 0, bits | _SIGN, bits)  # so that a sum of -0.0 stays that
-        rest = bits.to(tl.float64, bitcast=True)
         grown, left = _grown(held, product)
-        lost = (~is_known & (element != 0)) | (left != 0)
-        grown, left = _grown(grown, rest)
-        lost = lost | (left != 0)
+        lost = left != 0
+        # A narrow float times a whole number of up to 29 bits is a float64 without a rest.
+        if (tl.float64 == ELEMENT) | (factor > _LARGEST_WITHOUT_REST):
+            size = tl.abs(product)
+            is_known = (size >= _SMALLEST_PRODUCT) & (size <= _LARGEST_PRODUCT)
+            is_known = is_known & (tl.abs(element) <= _LARGEST_PRODUCT)
+            rest = error_of_product(element, factor, product)
+            bits = rest.to(tl.int64, bitcast=True)  # Triton makes a literal -0.0 positive
+            bits = tl.where(rest == 0, bits | _SIGN, bits)  # so that a sum of -0.0 stays that
+            grown, left = _grown(grown, bits.to(tl.float64, bitcast=True))
+            lost = lost | (~is_known & (element != 0)) | (left != 0)
 
         # Infinities and NaNs stay in the first part, whatever comes.
         is_special = ~(tl.abs(element) < infinity)

@@ -105,6 +105,9 @@ def test_one_kernel_of_a_dtype_adds_exactly_and_contracts_nothing(dtype):
     options = {"grid": (1,), "num_warps": NUM_WARPS, "enable_fp_fusion": False}
     compiled = exact_by_table.warmup(*[ANY_ADDRESS] * 5, *specs[0], CHUNK, **options)
     assert spare_arguments(compiled, 5) in (0, 1, 2)
+    # Of the loop over limbs: the carry, the three limbs before, a bit for those below, and six of the result.
+    loops = re.findall(r"scf\.for .* iter_args\(.*\) -> \((.*?)\)", compiled.asm["ttir"])
+    assert max(loop.count(f"tensor<{CHUNK}xi64>") for loop in loops) >= 11
     code = compiled.asm["ptx"]
     widest = "v2.b32" if dtype == "bfloat16" else "v2.b64" if dtype == "float64" else "v4.b32"
     assert re.search(rf"ld\.global\.{widest}", code)

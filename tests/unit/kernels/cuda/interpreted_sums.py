@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 HOST = torch.device("cpu")
 SIZES = (0, 3, BLOCK + 5)
-WEIGHTS = (1, 7, 4096)
+WEIGHTS = (1, 7, (1 << 29) + 1, 4096)  # with the third, products of float32 have a rest
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
