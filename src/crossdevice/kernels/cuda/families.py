@@ -18,8 +18,8 @@ from crossdevice.values.reduce_op import ReduceOp
 BLOCK_BYTES = 4096
 """Bytes that one program of a kernel reads of each input."""
 
-MAX_EXACT_BLOCK = 1024
-"""The most elements of a block of exact sums, which need more registers each."""
+MAX_EXACT_BLOCK = 512
+"""The most elements of a block of exact sums: with more, registers are left for half as many threads."""
 
 MAX_ARRAYS = 64
 """Inputs, and outputs, of one task whose code is written out for each of them: of all but exact sums."""

@@ -109,7 +109,7 @@ def test_one_kernel_of_a_dtype_adds_exactly_and_contracts_nothing(dtype):
     loops = re.findall(r"scf\.for .* iter_args\(.*\) -> \((.*?)\)", compiled.asm["ttir"])
     assert max(loop.count(f"tensor<{CHUNK}xi64>") for loop in loops) >= 11
     code = compiled.asm["ptx"]
-    widest = "v2.b32" if dtype == "bfloat16" else "v2.b64" if dtype == "float64" else "v4.b32"
+    widest = {"bfloat16": "b32", "float32": "v2.b32", "float64": "v2.b64"}[dtype]
     assert re.search(rf"ld\.global\.{widest}", code)
     assert re.search(rf"st\.global\.{widest}", code)
     assert not re.search(r"\bfma\.|\.ftz|div\.full|div\.approx", code)
