@@ -188,8 +188,8 @@ TURN_SECONDS = 0.002
 
 MAX_REPEATS = 2000
 
-PAUSE_SECONDS = 0.003
-"""Pause between turns: OpenMP's threads spin for about a millisecond after their last work."""
+PAUSE_SECONDS = 0.01
+"""Pause between turns: OpenMP's threads spin for 1 to 8 ms after their last work."""
 
 
 class Figure(NamedTuple):

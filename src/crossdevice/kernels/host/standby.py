@@ -26,8 +26,8 @@ LOOK_SECONDS = 3e-8
 """About how long a compiled look takes."""
 
 FEWEST_PASSES, MOST_PASSES = 2, 1 << 10
-"""Passes that follow each other closely before the worker is woken: more each time that it was of no use,
-as where other programs keep its processor busy."""
+"""Passes that follow each other closely before the worker is woken for one that needs no second thread: more
+each time that it was of no use, as where other programs keep its processor busy."""
 
 _MARGIN = 8
 """Words of padding around the mailbox, so that unrelated writes never touch its cache lines."""
@@ -54,6 +54,7 @@ class Standby:
     def _start_anew(self) -> None:
         """Resets the state; also called in a forked process, where the worker does not exist."""
         self._words[self._state] = self._words[self._awake] = 0
+        self._is_coming: Callable[[], bool] = bool
         self._ended_ns = self._num_close = 0
         self._num_needed = FEWEST_PASSES
 
@@ -69,25 +70,27 @@ class Standby:
 
         What `work` does is done by the kernel at this address with these two lists of rows.
         """
-        is_ready = self._is_ready()
+        is_ready = self._is_ready(num_participants > 1)
         if not is_ready and num_participants > 1:
             run_together(work, num_participants)
         elif self._share(self._mailbox, kernel, *places, scratch, is_ready):
             self._num_needed = FEWEST_PASSES
         self._ended_ns = time.perf_counter_ns()
 
-    def _is_ready(self) -> bool:
-        """Returns whether a worker is awake, and wakes one if passes follow each other closely."""
+    def _is_ready(self, is_worth_waking: bool) -> bool:
+        """Returns whether a worker is awake or coming, and wakes one for large or close passes."""
         if not self._has_processors or num_threads() == 1:
             return False
-        if self._words[self._awake]:
+        # A second wake-up would cancel the first, so that no worker ever comes.
+        if self._words[self._awake] or self._is_coming():
             return True
-        is_close = time.perf_counter_ns() - self._ended_ns < STANDBY_SECONDS * 1e9
-        self._num_close = self._num_close + 1 if is_close else 0
-        if self._num_close < self._num_needed:
-            return False
-        self._num_close, self._num_needed = 0, min(2 * self._num_needed, MOST_PASSES)
-        wake_worker(self._wait_for_passes, self._dismiss)
+        if not is_worth_waking:
+            is_close = time.perf_counter_ns() - self._ended_ns < STANDBY_SECONDS * 1e9
+            self._num_close = self._num_close + 1 if is_close else 0
+            if self._num_close < self._num_needed:
+                return False
+            self._num_close, self._num_needed = 0, min(2 * self._num_needed, MOST_PASSES)
+        self._is_coming = wake_worker(self._wait_for_passes, self._dismiss)
         return True
 
     def _dismiss(self) -> None:

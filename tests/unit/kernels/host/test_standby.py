@@ -38,11 +38,21 @@ def standby(monkeypatch):
     select_kernels(None)
 
 
+class Wakes(list):
+    """Wake-ups in place of `wake_worker`."""
+
+    is_coming = False
+
+    def __call__(self, *calls):
+        self.append(calls)
+        return lambda: self.is_coming
+
+
 @pytest.fixture
 def wakes(monkeypatch):
-    """The wake-ups, of nobody."""
-    found = []
-    monkeypatch.setattr(standby_module, "wake_worker", lambda *calls: found.append(calls))
+    """The wake-ups, of workers that have left again before a pass, while `is_coming` is not set."""
+    found = Wakes()
+    monkeypatch.setattr(standby_module, "wake_worker", found)
     return found
 
 
@@ -149,6 +159,28 @@ def test_a_worker_that_never_comes_in_time_is_called_less_and_less_often(standby
             numbers.append(number)
     assert [later - earlier for earlier, later in pairwise(numbers)] == [4, 8, 16, 32]
     assert numbers[0] == FEWEST_PASSES
+
+
+def test_a_worker_that_is_on_its_way_is_not_called_again(standby, wakes):
+    wakes.is_coming = True
+    for size in (
+        1 << 17,
+        1 << 20,
+    ):  # with the second, which wakes one in any case, the first would be cancelled
+        work, _, _ = bound_pass(size=size)
+        for _ in range(20):
+            work()
+        assert len(wakes) == 1
+    wakes.is_coming = False
+    work()
+    assert len(wakes) == 2
+
+
+def test_a_large_pass_wakes_a_worker_that_stays(standby, wakes, monkeypatch):
+    monkeypatch.setattr(standby_module, "STANDBY_SECONDS", 1e-9)  # however far apart
+    work, _, _ = bound_pass(size=1 << 20)
+    work()
+    assert wakes == [(standby._wait_for_passes, standby._dismiss)]
 
 
 LOOP = """

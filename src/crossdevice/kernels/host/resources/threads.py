@@ -5,8 +5,11 @@ Control groups, which containers use, may grant less than the machine has.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -109,8 +112,11 @@ def run_together(work: Callable[[], None], num_participants: int) -> None:
             raise call.failure
 
 
-def wake_worker(work: Callable[[], None], dismiss: Callable[[], None]) -> None:
-    """Lets a worker thread call `work` without waiting for it; `dismiss` ends it when workers are needed."""
+def wake_worker(work: Callable[[], None], dismiss: Callable[[], None]) -> Callable[[], bool]:
+    """Lets a worker thread call `work` without waiting for it; `dismiss` ends it when workers are needed.
+
+    Returns a function that says whether the worker has yet to begin.
+    """
     call = _Call(work)
 
     def end() -> None:
@@ -119,6 +125,7 @@ def wake_worker(work: Callable[[], None], dismiss: Callable[[], None]) -> None:
 
     _workers.offer([call])
     _workers.end_standby = end
+    return call.is_waiting
 
 
 def _wait_for(calls: Sequence[_Call]) -> None:
@@ -147,6 +154,10 @@ class _Call:
             finally:
                 self._running.release()
 
+    def is_waiting(self) -> bool:
+        """Returns whether no worker has begun, and one still may."""
+        return self._work is not None
+
     def cancel(self) -> bool:
         """Cancels it; returns whether no worker works for it, now or later. May be called again."""
         self._claims.append("caller")
@@ -168,6 +179,15 @@ class _Call:
         work()
 
 
+def _current_processor() -> int | None:
+    """Returns the number of the processor that runs the calling thread; None if the system does not say."""
+    return None if _sched_getcpu is None else int(_sched_getcpu())
+
+
+# With the interpreter's lock: giving it back takes longer than the call.
+_sched_getcpu = getattr(ctypes.PyDLL(None), "sched_getcpu", None) if sys.platform == "linux" else None
+
+
 class _Workers:
     """The worker threads of this process, started when first needed."""
 
@@ -175,11 +195,14 @@ class _Workers:
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._lock = threading.RLock()  # a signal handler may reduce while its thread is here
         self._num_workers = 0
+        self._threads: list[int] = []
+        self._avoided: int | None = None
         self.end_standby: Callable[[], None] | None = None
 
     def offer(self, calls: Sequence[_Call]) -> None:
         if self._num_workers < len(calls):
             self._start_workers(len(calls))
+        self._avoid_processor(_current_processor())
         end_standby, self.end_standby = self.end_standby, None
         if end_standby is not None:
             end_standby()
@@ -191,8 +214,24 @@ class _Workers:
             while self._num_workers < number:
                 # Daemons: an interpreter that ends does not wait for threads that sleep for ever.
                 name = f"crossdevice-{self._num_workers + 1}"
-                threading.Thread(target=self._serve, name=name, daemon=True).start()
+                thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                thread.start()
+                self._threads += [thread.native_id] if thread.native_id else []  # 0 is the caller
+                self._avoided = None
                 self._num_workers += 1
+
+    def _avoid_processor(self, number: int | None) -> None:
+        """Lets workers run on all processors of the caller but this one, its own.
+
+        Where the others of a virtual machine sleep, Linux wakes a worker on the caller's, which then waits.
+        """
+        if sys.platform != "linux" or number in (None, self._avoided):
+            return
+        others = os.sched_getaffinity(0) - {number}
+        for thread in self._threads if others else ():
+            with contextlib.suppress(OSError):  # not allowed here
+                os.sched_setaffinity(thread, others)
+        self._avoided = number
 
     def _serve(self) -> None:
         while True:

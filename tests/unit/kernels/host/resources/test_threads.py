@@ -105,6 +105,31 @@ def test_all_participants_work_at_once():
     assert len(set(names)) == 3
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not say who runs where")
+def test_workers_keep_off_the_processor_of_their_caller(monkeypatch):
+    usable = os.sched_getaffinity(0)
+    if len(usable) == 1:
+        pytest.skip("there is one processor")
+    monkeypatch.setattr(threads, "_workers", threads._Workers())
+
+    def processors_of_workers():
+        meeting, found = threading.Barrier(3, timeout=60), {}
+
+        def work():
+            meeting.wait()
+            found[threading.get_ident()] = os.sched_getaffinity(0)
+
+        run_together(work, 3)
+        return {ident: where for ident, where in found.items() if ident != threading.get_ident()}.values()
+
+    for here in sorted(usable)[:2]:
+        monkeypatch.setattr(threads, "_current_processor", lambda here=here: here)
+        assert [*processors_of_workers()] == [usable - {here}] * 2
+    monkeypatch.setattr(threads, "_current_processor", lambda: None)  # as where a system does not say
+    assert len(processors_of_workers()) == 2
+    assert os.sched_getaffinity(0) == usable
+
+
 def test_a_caller_does_not_wait_for_workers_that_have_not_begun():
     release, begun = threading.Event(), threading.Semaphore(0)
 
