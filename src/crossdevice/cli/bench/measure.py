@@ -153,8 +153,7 @@ class Calls:
         """Seconds per call; letting go of the results is part of it, bringing inputs back is not."""
         if place == "in_place":
             return statistics.fmean(self._seconds(place, 1) for _ in range(repeats))
-        if repeats > 1:
-            self.calls[place]()  # after another competitor's turn, caches are cold
+        self.calls[place]()  # after another competitor's turn, caches are cold and threads asleep
         return self._seconds(place, repeats) / repeats
 
     def inspect(self, place: ResultPlace, *, counts_wrong: bool) -> Inspection:

@@ -408,3 +408,14 @@ def test_traffic_counts_every_byte_that_must_move():
         return Workload.of_size(collective, "SUM", "float32", 4, 1 << 20).moved_bytes / (1 << 20)
 
     assert [moved(name) for name in COLLECTIVES] == [8, 5, 5, 2]
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_the_first_call_of_a_turn_which_wakes_threads_is_not_timed(repeats):
+    done = []
+    work = Workload.of_size("all_reduce", "SUM", "float32", 2, 4)
+    calls = measure.Calls(
+        work, {"given": lambda: done.append("call")}, read=list, meet=lambda: done.append("clock")
+    )
+    calls.turn("given", repeats)
+    assert done == ["call", "clock", *["call"] * repeats]
