@@ -9,7 +9,9 @@ them: that wait after a kernel that does nothing, which nobody can be faster tha
 the other, waited for once: a reduction is ordered by the stream, and a program need not wait for it.
 
 The rows of plain calls compare calls that make new results with a loop of the arrays' own library that does,
-and calls with `out=` with the same loop: "x of the loop" is how many times as long a call takes.
+and calls with `out=` with the same loop: "x of the loop" is how many times as long a call takes. `all_reduce`
+has a dict of arrays for each replica, also where there is one array, and takes it apart and makes new ones;
+"bare" are calls with the arrays themselves.
 """
 
 from __future__ import annotations
@@ -187,10 +189,14 @@ def plain_rows(rounds: int) -> Iterator[PlainRow]:
             "batch_reduce": functools.partial(ops.batch_reduce, "mean", pairs),
             "batch_reduce(out=)": functools.partial(ops.batch_reduce, "mean", pairs, out=targets),
         }
-        if num_arrays == 1:
-            of_one = [replica[0] for replica in replicas]
+        if num_arrays == 1:  # bare arrays; `all_reduce` above has each in a dict of its own, as trees
+            bare, into = ([replica[0] for replica in these] for these in arrays)
+            calls["all_reduce, bare"] = functools.partial(cd.all_reduce, bare, "mean")
+            calls["all_reduce(out=), bare"] = functools.partial(cd.all_reduce, bare, "mean", out=into)
             calls["ops.reduce"] = functools.partial(ops.reduce, "mean", values[0], "cpu:0")
-            calls["cd.reduce"] = functools.partial(cd.reduce, of_one, "mean")
+            calls["ops.reduce(out=)"] = functools.partial(ops.reduce, "mean", values[0], "cpu:0", out=into[0])
+            calls["cd.reduce"] = functools.partial(cd.reduce, bare, "mean")
+            calls["cd.reduce(out=)"] = functools.partial(cd.reduce, bare, "mean", out=into[0])
         text = f"{library}, {num_arrays} of 1 KiB x {num_replicas}"
         yield PlainRow(f"plain, {text}", in_turns(calls, rounds))
 

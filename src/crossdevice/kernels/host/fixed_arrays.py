@@ -102,19 +102,14 @@ class Separation:
         self._are_apart = compiled_are_apart()
         self._table = array("q", itertools.chain.from_iterable(leaves))
         self._num_leaves, self._place = len(leaves), self._table.buffer_info()[0]
-        self._num_words = 2 * sum(leaf[0] + leaf[2] for leaf in leaves)
-        self._scratch: list[tuple[array[int], int]] = []
+        # One for all threads: the compiled look does not let others run meanwhile.
+        self._scratch = array("q", bytes(16 * sum(leaf[0] + leaf[2] for leaf in leaves)))
+        self._ranges = self._scratch.buffer_info()[0]
 
     def holds(self, inputs: int, outputs: int) -> bool:
         """Returns True if no output overlaps another array, except exactly an input of its own leaf.
 
         Takes the addresses of pointers to all inputs, and to all outputs.
         """
-        try:
-            scratch = self._scratch.pop()  # which no other thread uses: taken and given back in one step
-        except IndexError:
-            words = array("q", bytes(8 * self._num_words))
-            scratch = words, words.buffer_info()[0]
-        are_apart: bool = self._are_apart(self._place, self._num_leaves, inputs, outputs, scratch[1])
-        self._scratch.append(scratch)
+        are_apart: bool = self._are_apart(self._place, self._num_leaves, inputs, outputs, self._ranges)
         return are_apart
