@@ -159,8 +159,8 @@ class KnownCall:
             pointers = pointers_of(backend.pointers_to(arrays))
             if pointers is not None:
                 place = place_of(pointers)
-                written = place if outs is leaves else place + len(leaves) * WORD_BYTES
-                if self._separation.holds(place, written) and (
+                written_place = place if outs is leaves else place + len(leaves) * WORD_BYTES
+                if self._separation.holds(place, written_place) and (
                     not backend.counts_writes or backend.announce_write(outs)
                 ):
                     return pointers

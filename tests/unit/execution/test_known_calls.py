@@ -596,7 +596,8 @@ def test_outputs_are_apart_unless_they_overlap():
         places = place_of(tuple(inputs)), place_of(tuple(outputs))
         kept = tuple(inputs), tuple(outputs)
         places = place_of(kept[0]), place_of(kept[1])
-        assert Separation(table).holds(*places) is are_apart
+        separation = Separation(table)
+        assert separation.holds(*places) is are_apart
 
 
 @pytest.mark.parametrize("name", ["byte order", "order of axes", "gaps", "type"])

@@ -95,21 +95,19 @@ class Signature:
 class Separation:
     """A compiled look at the memory of inputs and outputs of several leaves."""
 
+    holds: Callable[[int, int], bool]
+    """Whether no output overlaps another array, except exactly an input of its own leaf.
+
+    Takes the addresses of pointers to all inputs, and to all outputs. It does not keep this object, which has
+    the memory that it works in.
+    """
+
     def __init__(self, leaves: Sequence[tuple[int, int, int, int]]) -> None:
         """Takes for each leaf the number and bytes of inputs, and the same of outputs; needs numba."""
         from crossdevice.kernels.host.llvm.watching import compiled_are_apart
 
-        self._are_apart = compiled_are_apart()
         self._table = array("q", itertools.chain.from_iterable(leaves))
-        self._num_leaves, self._place = len(leaves), self._table.buffer_info()[0]
         # One for all threads: the compiled look does not let others run meanwhile.
         self._scratch = array("q", bytes(16 * sum(leaf[0] + leaf[2] for leaf in leaves)))
-        self._ranges = self._scratch.buffer_info()[0]
-
-    def holds(self, inputs: int, outputs: int) -> bool:
-        """Returns True if no output overlaps another array, except exactly an input of its own leaf.
-
-        Takes the addresses of pointers to all inputs, and to all outputs.
-        """
-        are_apart: bool = self._are_apart(self._place, self._num_leaves, inputs, outputs, self._ranges)
-        return are_apart
+        places = self._table.buffer_info()[0], len(leaves), self._scratch.buffer_info()[0]
+        self.holds = functools.partial(compiled_are_apart(), *places)

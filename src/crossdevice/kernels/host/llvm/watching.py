@@ -94,14 +94,14 @@ def compiled_fit() -> Kernel:
 def compiled_are_apart() -> Kernel:
     """Compiles the function that returns True if no arrays overlap.
 
-    Its arguments: a table, its number of rows, pointers to inputs, pointers to outputs, scratch memory.
+    Its arguments: a table, its number of rows, scratch memory, pointers to inputs, pointers to outputs.
 
     A row of the table has the number of a leaf's inputs, the bytes of each, the number of its outputs and the
     bytes of each. No output may overlap another, or an input, but for an input of the same leaf that it is
     exactly. Scratch memory has room for two words for each array.
     """
 
-    def are_apart(table: int, leaves: int, inputs: int, outputs: int, ranges: int) -> bool:
+    def are_apart(table: int, leaves: int, ranges: int, inputs: int, outputs: int) -> bool:
         count = 0
         for leaf in range(leaves):
             row = table + 4 * leaf * WORD_BYTES
