@@ -116,6 +116,11 @@ def block_elements(arithmetic: Arithmetic) -> int:
     return min(block, MAX_EXACT_BLOCK) if arithmetic.family == "exact" else block
 
 
+def exact_warps(arithmetic: Arithmetic) -> int:
+    """Returns the warps for a block of exact sums: a thread has registers for few elements of float64."""
+    return 8 if ITEM_BYTES[arithmetic.element] == ITEM_BYTES["float64"] else 4
+
+
 def parts_in(dtype: str) -> int:
     """Returns the number of kernel elements in one element of a dtype."""
     return 2 if dtype in PARTS else 1

@@ -13,7 +13,7 @@ from crossdevice.kernels.cuda.tensors import addresses_of, on_device, tensors_of
 from crossdevice.kernels.host.reference.running import NUM_PARTS
 from crossdevice.kernels.host.running_sum import RunningSum, sum_family
 
-BLOCK = 1024
+BLOCK = 512
 """Elements of a program; memory of each array begins at a multiple of it."""
 
 NUM_WARPS = 4

@@ -18,9 +18,6 @@ from crossdevice.kernels.cuda.triton_arithmetic import error_of, error_of_produc
 from crossdevice.kernels.cuda.triton_kernels import block_at
 from crossdevice.kernels.host.reference import long_accumulator
 
-CHUNK = 256
-"""Elements that are looked at again together: one for each thread, so that integers fit into registers."""
-
 _AT_A_TIME = tl.constexpr(4)  # inputs, so that several are on their way from memory
 _ROW_NUMBERS = tl.constexpr(ROW_NUMBERS)
 _SIGN = tl.constexpr(-(1 << 63))

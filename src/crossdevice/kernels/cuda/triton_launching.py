@@ -10,9 +10,9 @@ from typing import Any
 from triton.runtime.interpreter import InterpretedFunction
 
 from crossdevice.kernels.cuda.driver import prepared_launch
-from crossdevice.kernels.cuda.families import Arithmetic, Launch, Start, block_elements
+from crossdevice.kernels.cuda.families import Arithmetic, Launch, Start, block_elements, exact_warps
 from crossdevice.kernels.cuda.triton_arithmetic import kernel_spec
-from crossdevice.kernels.cuda.triton_exact import CHUNK, exact_by_table
+from crossdevice.kernels.cuda.triton_exact import exact_by_table
 from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
 
 NUM_WARPS = 8
@@ -50,11 +50,12 @@ def launch_by_table(arithmetic: Arithmetic, num_inputs: int, num_outputs: int, n
     """
     spec, block = kernel_spec(arithmetic), block_elements(arithmetic)
     if arithmetic.family != "exact":
-        constants = num_inputs, num_outputs, spec, block
-        return _launch(pass_by_table, tuple, 2, constants, num_programs)
+        return _launch(pass_by_table, tuple, 2, (num_inputs, num_outputs, spec, block), num_programs)
     # One kernel for any numbers of arrays.
-    numbers = num_inputs, num_outputs, int(arithmetic.divisor or 1)
-    launch = _launch(exact_by_table, tuple, 2 + len(numbers), (spec, block, CHUNK), num_programs)
+    numbers, warps = (num_inputs, num_outputs, int(arithmetic.divisor or 1)), exact_warps(arithmetic)
+    # Each thread looks at one element again, so that integers fit into registers.
+    constants = spec, block, warps * WARP_THREADS
+    launch = _launch(exact_by_table, tuple, 2 + len(numbers), constants, num_programs, warps)
     return lambda places: launch((*places, *numbers))
 
 
@@ -64,6 +65,7 @@ def _launch(
     num_numbers: int,
     constants: tuple[Any, ...],
     num_programs: int,
+    num_warps: int = NUM_WARPS,
 ) -> Launch:
     """Prepares a launch; `shaped` turns the numbers of the compiled kernel into Triton's arguments."""
     if is_interpreted:
@@ -73,7 +75,7 @@ def _launch(
 
         return interpreted
     # No fused multiply-adds: they would round once where the host rounds twice.
-    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
     with warnings.catch_warnings():
         # Triton 3.9 speaks of its default for what is said here.
         warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION", UserWarning)
@@ -85,7 +87,7 @@ def _launch(
         if num_spare is None:
             arguments = shaped(numbers)
             return lambda stream: run(*arguments, *constants, stream=stream)
-        num_threads, shared_bytes = NUM_WARPS * WARP_THREADS, compiled.metadata.shared
+        num_threads, shared_bytes = num_warps * WARP_THREADS, compiled.metadata.shared
         return prepared_launch(
             compiled.function, num_programs, num_threads, shared_bytes, [*numbers, *[0] * num_spare]
         )

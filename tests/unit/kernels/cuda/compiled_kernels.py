@@ -11,16 +11,16 @@ import pytest
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from crossdevice.kernels.cuda.families import arranged, block_elements
+from crossdevice.kernels.cuda.families import arranged, block_elements, exact_warps
 from crossdevice.kernels.cuda.gpu_fingerprint import BLOCKS, UNROLLED
 from crossdevice.kernels.cuda.gpu_fingerprint import NUM_WARPS as FINGERPRINT_WARPS
 from crossdevice.kernels.cuda.gpu_sums import BLOCK as SUM_BLOCK
 from crossdevice.kernels.cuda.gpu_sums import NUM_WARPS as SUM_WARPS
 from crossdevice.kernels.cuda.triton_arithmetic import kernel_spec
-from crossdevice.kernels.cuda.triton_exact import CHUNK, exact_by_table
+from crossdevice.kernels.cuda.triton_exact import exact_by_table
 from crossdevice.kernels.cuda.triton_fingerprint import sum_blocks
 from crossdevice.kernels.cuda.triton_kernels import pass_by_arguments, pass_by_table
-from crossdevice.kernels.cuda.triton_launching import ANY_ADDRESS, NUM_WARPS, spare_arguments
+from crossdevice.kernels.cuda.triton_launching import ANY_ADDRESS, NUM_WARPS, WARP_THREADS, spare_arguments
 from crossdevice.kernels.cuda.triton_sums import TYPES, add_arrays
 from crossdevice.values.recipe import Recipe
 from crossdevice.values.reduce_op import ReduceOp
@@ -97,19 +97,21 @@ def test_kernels_compile_with_wide_accesses_and_without_contraction(kind):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_one_kernel_of_a_dtype_adds_exactly_and_contracts_nothing(dtype):
     specs = [
-        (kernel_spec(arithmetic), block_elements(arithmetic))
+        (kernel_spec(arithmetic), block_elements(arithmetic), exact_warps(arithmetic))
         for divisor in (None, 3, 70_000)
         for arithmetic in [arranged(Recipe(ReduceOp.SUM, "exact", divisor), dtype, dtype).arithmetic]
     ]
     assert len(set(specs)) == 1
-    options = {"grid": (1,), "num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    compiled = exact_by_table.warmup(*[ANY_ADDRESS] * 5, *specs[0], CHUNK, **options)
+    spec, block, warps = specs[0]
+    options = {"grid": (1,), "num_warps": warps, "enable_fp_fusion": False}
+    chunk = warps * WARP_THREADS
+    compiled = exact_by_table.warmup(*[ANY_ADDRESS] * 5, spec, block, chunk, **options)
     assert spare_arguments(compiled, 5) in (0, 1, 2)
     # Of the loop over limbs: the carry, the three limbs before, a bit for those below, and six of the result.
     loops = re.findall(r"scf\.for .* iter_args\(.*\) -> \((.*?)\)", compiled.asm["ttir"])
-    assert max(loop.count(f"tensor<{CHUNK}xi64>") for loop in loops) >= 11
+    assert max(loop.count(f"tensor<{chunk}xi64>") for loop in loops) >= 11
     code = compiled.asm["ptx"]
-    widest = {"bfloat16": "b32", "float32": "v2.b32", "float64": "v2.b64"}[dtype]
+    widest = {"bfloat16": "v2.b32", "float32": "v4.b32", "float64": "v2.b64"}[dtype]
     assert re.search(rf"ld\.global\.{widest}", code)
     assert re.search(rf"st\.global\.{widest}", code)
     assert not re.search(r"\bfma\.|\.ftz|div\.full|div\.approx", code)
