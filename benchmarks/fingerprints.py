@@ -74,7 +74,7 @@ def seconds(call: Callable[[Array], object], arrays: Sequence[Array]) -> float:
 
 
 def compare(name: str, num_bytes: int, rounds: int, arrays: Sequence[Array], floor: float) -> bool:
-    """Prints a line; whether the fingerprint is as fast as it should be."""
+    """Prints a line; returns True if the fingerprint is as fast as it should be."""
     calls: dict[str, Callable[[Array], object]] = {"read": read, "fingerprint": cd.fingerprint}
     times: dict[str, list[float]] = {each: [] for each in calls}
     for _ in range(rounds + 1):
@@ -90,7 +90,7 @@ def compare(name: str, num_bytes: int, rounds: int, arrays: Sequence[Array], flo
 
 
 def compare_on_gpu(num_bytes: int, rounds: int) -> bool:
-    """Prints a line; whether sums are read off the GPU's memory as fast as they should be."""
+    """Prints a line; returns True if arrays on a GPU are digested as fast as they should be."""
     import torch
 
     from crossdevice.kernels.cuda.gpu_fingerprint import add_sums

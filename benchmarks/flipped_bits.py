@@ -88,9 +88,8 @@ def in_kernel(group: ProcessGroup, flip_in: Flip) -> Iterator[None]:
         return run
 
     with (
-        mock.patch.object(
-            windows, "selected_kernels", return_value="wrong"
-        ),  # nothing laid out before is used
+        # Under another name of the kernels, nothing that was laid out before is used.
+        mock.patch.object(windows, "selected_kernels", return_value="wrong"),
         mock.patch.object(windows, "bound_sums", wrong_and_summed),
         mock.patch.object(messages.Messages, "_combine", _combining(messages.Messages._combine, wrong)),
     ):
