@@ -220,8 +220,6 @@ def default_devices(process: int = 0, num_processes: int = 1) -> tuple[Device, .
 
 def _checked_devices(devices: Sequence[Device | str]) -> tuple[Device, ...]:
     check_listed(devices)
-    if not devices:
-        raise OptionError("devices is empty; expected at least one, or None for all that there are")
     read = tuple(Device.parse(device) for device in devices)
     library = "torch" if loaded_libraries.is_torch_loaded() else "numpy"
     for device in read:

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, Self, TypeAlias
 
-from crossdevice.errors import DeviceError
+from crossdevice.errors import DeviceError, OptionError
 
 _SHORT_TYPES = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu", "mps": "mps", "xpu": "xpu"}
 _KNOWN_TYPES = frozenset(_SHORT_TYPES.values())
@@ -175,9 +175,11 @@ def host_device(index: int) -> Device:
 
 
 def check_listed(devices: object) -> None:
-    """Refuses what is no list of devices."""
+    """Refuses devices that are not in a list, and an empty list."""
     if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
         raise DeviceError(f"devices must be a list of device names, got {devices!r}")
+    if not devices:
+        raise OptionError("devices is empty; expected at least one, or None for all that there are")
 
 
 def device_of(value: object) -> Device | None:

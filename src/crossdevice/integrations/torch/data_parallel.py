@@ -244,8 +244,6 @@ def _read_devices(devices: Sequence[DeviceLike] | None) -> list[Device] | None:
     if devices is None:
         return None
     check_listed(devices)
-    if not devices:
-        raise OptionError("devices is empty; expected at least one, or None for all that there are")
     return [_read_device(device) for device in devices]
 
 
