@@ -1,6 +1,6 @@
-"""Sum of all gradients of one parameter in a training step: of dense ones, and of rows of embeddings.
+"""Sums of the gradients of each parameter in a training step: of dense ones, and of rows of embeddings.
 
-Those of dense gradients on GPUs stay there until the end of the step.
+Dense gradients on GPUs are added there; at the end of the step their sums move to the host.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from crossdevice.kernels.host.running_sum import RunningSum
 from crossdevice.process_groups.group_call import GroupCall
 from crossdevice.values.device import host_device
 from crossdevice.values.dtypes import PARTS
+
+if TYPE_CHECKING:
+    from crossdevice.kernels.cuda.gpu_sums import GpuSums
 
 LARGEST_WEIGHT = 1 << 53
 """Whole numbers up to here are float64 without rounding."""
@@ -170,9 +173,6 @@ def whole_weight(weight: int) -> int:
     return factor
 
 
-if TYPE_CHECKING:
-    from crossdevice.kernels.cuda.gpu_sums import GpuSums
-
 Place = tuple[torch.device, np.dtype[Any]]
 """A device, and the dtype of the elements there."""
 
@@ -209,7 +209,7 @@ class SumsOnGpu:
         by_place: dict[Place, dict[int, torch.Tensor]] = {}
         for number, gradient in gradients.items():
             total = sums[number]
-            if isinstance(total, DenseSum) and is_added_there(gradient):
+            if isinstance(total, DenseSum) and is_added_on_gpu(gradient):
                 flat = torch.view_as_real(gradient) if gradient.is_complex() else gradient
                 by_place.setdefault((gradient.device, total.part), {})[number] = flat
         for place, arrays in by_place.items():
@@ -251,7 +251,7 @@ class SumsOnGpu:
         group.sums.clear()
 
 
-def is_added_there(gradient: torch.Tensor) -> bool:
+def is_added_on_gpu(gradient: torch.Tensor) -> bool:
     """Returns True if the gradient is on a GPU that has the kernels."""
     return (
         gradient.is_cuda and kernels_unavailable() is None and gpu_unavailable(gradient.get_device()) is None

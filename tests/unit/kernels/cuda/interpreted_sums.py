@@ -135,5 +135,5 @@ def test_gradients_on_a_gpu_are_those_of_the_host(capacity, monkeypatch):
         return [gradient.contiguous().view(torch.int32).tolist() for step in found for gradient in step]
 
     expected = finished()
-    monkeypatch.setattr(gradient_sums, "is_added_there", lambda gradient: True)
+    monkeypatch.setattr(gradient_sums, "is_added_on_gpu", lambda gradient: True)
     assert finished() == expected
