@@ -150,7 +150,10 @@ class Calls:
         return tuple(self.calls)
 
     def turn(self, place: ResultPlace, repeats: int) -> float:
-        """Seconds per call; letting go of the results is part of it, bringing inputs back is not."""
+        """Times calls, but for the first one out of place; returns the seconds per call.
+
+        Letting go of the results is part of it, bringing inputs back is not.
+        """
         if place == "in_place":
             return statistics.fmean(self._seconds(place, 1) for _ in range(repeats))
         self.calls[place]()  # after another competitor's turn, caches are cold and threads asleep
