@@ -142,6 +142,19 @@ def test_a_module_that_raised_leaves_nothing_behind(tmp_path):
     ] * 3
 
 
+def test_nothing_is_kept_of_passes_that_raised_before_the_last_one(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(3, 4))
+    kept = []
+    with cd.record_bits(tmp_path / "a"), ModuleBits(model) as marks:
+        inputs = [torch.ones(5, 3) for _ in range(3)]
+        for value in inputs:
+            with pytest.raises(RuntimeError):
+                model(value)
+            kept.append((len(marks._forward.digests), len(marks._forward.known)))
+    # The model and the module that raised; the input, the first result and four parameters.
+    assert kept == [(2, 6)] * 3
+
+
 def exact_run(path, group, shift=0.0):
     """Two steps of four micro-batches; `shift` changes one of the second step."""
     torch.manual_seed(0)

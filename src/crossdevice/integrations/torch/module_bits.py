@@ -37,7 +37,7 @@ class ModuleBits:
     """
 
     def __init__(self, model: torch.nn.Module, name: str = "model") -> None:
-        self._before = _Before()
+        self._forward = _ForwardPass()
         self._handles: list[Any] = []
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             model = model.module
@@ -48,10 +48,11 @@ class ModuleBits:
     def _watch(self, model: torch.nn.Module, name: str, where: str) -> None:
         for path, module in model.named_modules():
             label = f"{name}.{path}" if path else name
-            forward = functools.partial(self._after_forward, label)
+            before = self._before_forward if path else self._before_whole
+            after = functools.partial(self._after_forward, label)
             self._handles += [
-                module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
-                module.register_forward_hook(forward, with_kwargs=True),
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(after, with_kwargs=True),
             ]
         for path, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -70,12 +71,17 @@ class ModuleBits:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
+    def _before_whole(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Drops what an earlier pass has left that raised: the whole model is in no other module."""
+        self._forward.clear()
+        self._before_forward(model, args, kwargs)
+
     def _before_forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if is_recording():
             own = {**module._parameters, **module._buffers}
             held = {f"value['own'][{name!r}]": each for name, each in own.items() if each is not None}
             given = _by_path("inputs", _tensors((args, kwargs)))
-            self._before.digests.append((module, self._before.read({**given, **held})))
+            self._forward.digests.append((module, self._forward.read({**given, **held})))
 
     def _after_forward(
         self, label: str, module: torch.nn.Module, _args: Any, _kwargs: Any, output: Any
@@ -84,16 +90,16 @@ class ModuleBits:
             return
         before: Leaves = {}
         # What is left of modules that raised is dropped on the way.
-        while self._before.digests:
-            whose, digests = self._before.digests.pop()
+        while self._forward.digests:
+            whose, digests = self._forward.digests.pop()
             if whose is module:
                 before = digests
                 break
         tensors = _tensors(output)
-        after = self._before.read(_by_path("outputs", tensors))
+        after = self._forward.read(_by_path("outputs", tensors))
         write_mark(named_by_replica(f"{label} forward"), before, after)
-        if not self._before.digests:
-            self._before.known.clear()
+        if not self._forward.digests:
+            self._forward.known.clear()
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 which = f" {number}" if len(tensors) > 1 else ""
@@ -102,13 +108,19 @@ class ModuleBits:
                 tensor.register_hook(functools.partial(_mark, name))
 
 
-class _Before(threading.local):
-    """Digests of the inputs of modules that are running, innermost last; replicas run in threads."""
+class _ForwardPass(threading.local):
+    """What was read in the running forward pass of this thread; replicas run in threads."""
 
     def __init__(self) -> None:
         self.digests: list[tuple[torch.nn.Module, Leaves]] = []
+        """Digests of the inputs of modules that are running, innermost last."""
         self.known: dict[int, tuple[weakref.ref[torch.Tensor], int, list[str]]] = {}
-        """Of tensors by their `id`: with the number of changes when they were read."""
+        """Digests of tensors by their `id`, each with the number of changes when it was read."""
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.digests.clear()
+        self.known.clear()
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> Leaves:
         """Returns the digests of tensors by path; those that are known, and unchanged, are not read again."""
@@ -116,8 +128,7 @@ class _Before(threading.local):
         new: dict[str, torch.Tensor] = {}
         for path, tensor in tensors.items():
             known = self.known.get(id(tensor))
-            is_known = known is not None and known[0]() is tensor
-            if known is not None and is_known and known[1] == tensor._version:
+            if known is not None and known[0]() is tensor and known[1] == tensor._version:
                 found[path] = known[2]
             else:
                 new[path] = tensor
@@ -125,7 +136,7 @@ class _Before(threading.local):
             return found
         read = digests_by_path({path: _local(tensor) for path, tensor in new.items()})
         for path, tensor in new.items():
-            # Others are changed through other tensors, or do not count changes.
+            # Tensors of other types may be changed through others, and those of inference count no changes.
             is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_inference()
             if path in read and is_plain:
                 self.known[id(tensor)] = weakref.ref(tensor), tensor._version, read[path]
