@@ -1,7 +1,7 @@
 """Work that processes do for each other, as data: ranges of arrays that make ranges of results.
 
 A layout emits the tasks of a collective, a transport runs them, and a ledger proves them before anything
-travels (`task_ledger.py`).
+travels (`task_ledger.py`). Layouts of reductions get each leaf as a `ReducedLeaf`.
 """
 
 from __future__ import annotations
@@ -353,10 +353,10 @@ def _shares(
 
 
 class ReducedLeaf(NamedTuple):
-    """A leaf by its number in the call. Complex numbers are pairs of reals here, unless they are multiplied.
+    """A leaf that is reduced over the replicas of all ranks, by its number in the call.
 
-    `counts` has the replicas of each rank. With a `partial` dtype, one partial per rank travels in place of
-    the arrays of its replicas.
+    Complex numbers are pairs of reals here, unless they are multiplied. `counts` has the replicas of each
+    rank. With a `partial` dtype, one partial per rank travels in place of the arrays of its replicas.
     """
 
     number: int
