@@ -15,7 +15,7 @@ from crossdevice.process_groups.group import ProcessGroup
 from crossdevice.strategies.data.input import DealtDataset, InputContext, batches_of, check_input_options
 from crossdevice.strategies.extended import StrategyExtended
 from crossdevice.strategies.mirrored import MirroredStrategy, default_devices
-from crossdevice.values.device import Device, host_device
+from crossdevice.values.device import Device, check_listed, host_device
 from crossdevice.values.options import CommunicationOptions
 
 
@@ -66,6 +66,8 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             )
         if cluster_resolver is not None and group is not None:
             raise OptionError("both cluster_resolver and group were given; expected one of them")
+        if devices is not None:  # before the others of a group would wait for this process
+            check_listed(devices)
         if group is None:
             cluster_resolver = cluster_resolver or cluster_from_env()
             group = cluster_resolver.form_group()

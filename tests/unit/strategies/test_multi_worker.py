@@ -12,6 +12,7 @@ import crossdevice as cd
 from crossdevice.errors import (
     ContextError,
     ConversionError,
+    DeviceError,
     MismatchError,
     OptionError,
     ProcessGroupError,
@@ -143,6 +144,13 @@ def test_processes_of_a_host_share_its_devices(num_gpus, local_rank, local_size,
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4), raising=False)
     here = cluster.Cluster(rank=0, size=16, local_rank=local_rank, local_size=local_size)
     assert [str(device) for device in multi_worker.share_of(here)] == expected
+
+
+@pytest.mark.parametrize(("devices", "error"), [([], OptionError), (3, DeviceError)])
+def test_what_is_no_list_of_devices_is_refused_before_a_group_is_formed(monkeypatch, devices, error):
+    monkeypatch.setattr(cluster.Cluster, "form_group", lambda _: pytest.fail("a group was formed"))
+    with pytest.raises(error, match="devices"):
+        cd.MultiWorkerMirroredStrategy(devices=devices)
 
 
 def test_what_is_no_cluster_and_a_cluster_beside_a_group_are_refused():
