@@ -20,6 +20,7 @@ from crossdevice.errors import ConversionError, DeviceError
 from crossdevice.values.device import Device
 from crossdevice.values.distributed import IndexedSlices
 from crossdevice.values.dtypes import SHORT_FLOATS
+from crossdevice.values.quantities import kind_text
 
 _CARRIERS = {"bfloat16": "int16", **dict.fromkeys(SHORT_FLOATS, "uint8")}
 """Dtypes that NumPy itself lacks, and the integers as which PyTorch hands them over."""
@@ -42,13 +43,22 @@ class TensorMemory:
     __slots__ = ("__array_interface__", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, type_text: str, size: int) -> None:
-        self._tensor = tensor
+        self._tensor, address = tensor, tensor.data_ptr()
+        if size and not address:
+            raise ConversionError(f"a call was given {_without_memory(tensor)}")
         self.__array_interface__ = {
-            "data": (tensor.data_ptr(), False),
+            "data": (address, False),
             "shape": (size,),
             "typestr": type_text,
             "version": 3,
         }
+
+
+def _without_memory(tensor: torch.Tensor) -> str:
+    return (
+        f"{kind_text(tensor)} of shape {tuple(tensor.shape)} without memory of its own; "
+        "expected a dense tensor with data (of a DTensor pass its to_local() or full_tensor())"
+    )
 
 
 _dtype = operator.attrgetter("dtype")
@@ -83,11 +93,7 @@ class TorchBackend(NcclBackend):
                 "(reductions also take torch.sparse_coo with one sparse axis, and crossdevice.IndexedSlices)"
             )
         if array.numel() and not array.data_ptr():
-            kind = type(array).__name__
-            raise ConversionError(
-                f"{where} is a {kind} of shape {tuple(array.shape)} without memory of its own; "
-                "expected a dense tensor with data (of a DTensor pass its to_local() or full_tensor())"
-            )
+            raise ConversionError(f"{where} is {_without_memory(array)}")
         warn_if_recorded(array)
 
     def as_indexed_slices(self, array: torch.Tensor) -> IndexedSlices | None:
@@ -145,9 +151,12 @@ class TorchBackend(NcclBackend):
             self.mark_written(arrays)
         return True
 
-    def pointers_to(self, arrays: tuple[torch.Tensor, ...]) -> list[int]:
-        """Returns addresses."""
-        return list(map(torch.Tensor.data_ptr, arrays))
+    def pointers_to(self, arrays: tuple[torch.Tensor, ...]) -> list[int] | None:
+        """Returns addresses; None if memory was freed, which signatures do not tell."""
+        addresses = list(map(torch.Tensor.data_ptr, arrays))
+        if not all(addresses) and any(array.numel() and not array.data_ptr() for array in arrays):
+            return None
+        return addresses
 
     def adopted(self, memory: tuple[NDArray[Any], ...]) -> tuple[torch.Tensor, ...]:
         """Adopts plain dtypes without a check of each; dtypes that NumPy lacks like any result."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import crossdevice as cd
-from crossdevice.errors import MismatchError, OutError, ShapeMismatchError
+from crossdevice.errors import ConversionError, MismatchError, OutError, ShapeMismatchError
 from crossdevice.execution import runner as runner_module
 from crossdevice.kernels.host import fused_pass as fused_pass_module
 from crossdevice.kernels.host.fixed_arrays import Separation, Signature
@@ -253,6 +253,22 @@ def test_views_that_negate_or_conjugate_are_told_from_known_tensors(dtype):
         expected = (plain + other).resolve_conj().tolist()
         assert ops.reduce("sum", cd.PerReplica([plain, other]), "cpu:0").tolist() == expected
     assert hits(ops) == 3
+
+
+@pytest.mark.parametrize("is_out", [False, True])
+def test_known_tensors_whose_memory_was_freed_are_refused(is_out):
+    ops, tensors = cd.DirectAllReduce(), [torch.ones(100_000) for _ in range(3)]
+    value, out = cd.PerReplica(tensors[:2]), tensors[2] if is_out else None
+
+    def reduce():
+        return ops.reduce("sum", value, "cpu:0", out=out)
+
+    for _ in range(2):
+        assert (reduce() == 2).all()
+    assert hits(ops) == 1
+    tensors[2 if is_out else 1].untyped_storage().resize_(0)
+    with pytest.raises(ConversionError, match=r"without memory of its own"):
+        reduce()
 
 
 def test_trees_that_differ_from_known_ones_are_refused(make):
