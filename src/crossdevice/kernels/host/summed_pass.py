@@ -237,10 +237,11 @@ class MovablePasses:
             first += each.addresses.size
         self._addresses = table.addresses
         starts = np.array([address_of(base) for base in bases], np.int64)
+        sizes = np.array([base.nbytes for base in bases], np.int64)
         order = np.argsort(starts)
-        ends = starts + [base.nbytes for base in bases]
+        order = order[sizes[order] > 0]  # an array without elements may be in the middle of another
         numbers = order[np.searchsorted(starts[order], self._addresses, "right") - 1]
-        is_within = (starts[numbers] <= self._addresses) & (self._addresses < ends[numbers])
+        is_within = (starts[numbers] <= self._addresses) & (self._addresses < (starts + sizes)[numbers])
         self._moving = np.flatnonzero(is_within)
         self._bases = numbers[is_within]
         self._offsets = self._addresses[is_within] - starts[self._bases]

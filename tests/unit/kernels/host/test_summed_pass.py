@@ -164,12 +164,12 @@ def test_passes_that_are_moved_give_the_results_and_sums_of_other_arrays(dtype, 
         bound_sums([([between, inputs[1][8:]], [out[:length]])], [[Summed(out[:length], sums[2])]], SUM),
         bound_sums([], [], SUM),
     ]
-    moved = movable_passes(passes, [*inputs, out])
+    moved = movable_passes(passes, [*inputs, out, *(each[4:4] for each in inputs), inputs[0][:0]])
     for seed in (0, 1, 2):
         *inputs, out = arrays(seed)
         for each in sums:
             each[:] = 0
-        moved.move([*inputs, out])
+        moved.move([*inputs, out, *(each[4:4] for each in inputs), inputs[0][:0]])
         for run in passes:
             run()
         right = np.empty(length, dtype)
