@@ -195,7 +195,8 @@ class _Workers:
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._lock = threading.RLock()  # a signal handler may reduce while its thread is here
         self._num_workers = 0
-        self._threads: list[int] = []
+        self._processors: dict[int, set[int] | None] = {}
+        """The processors that each worker was given here, by its number in the system; None before that."""
         self._avoided: int | None = None
         self.end_standby: Callable[[], None] | None = None
 
@@ -216,7 +217,8 @@ class _Workers:
                 name = f"crossdevice-{self._num_workers + 1}"
                 thread = threading.Thread(target=self._serve, name=name, daemon=True)
                 thread.start()
-                self._threads += [thread.native_id] if thread.native_id else []  # 0 is the caller
+                if thread.native_id:  # 0 is the caller
+                    self._processors[thread.native_id] = None
                 self._avoided = None
                 self._num_workers += 1
 
@@ -224,14 +226,19 @@ class _Workers:
         """Lets workers run on all processors of the caller but this one, its own.
 
         Where the others of a virtual machine sleep, Linux wakes a worker on the caller's, which then waits.
+        Workers that a user has given other processors keep them.
         """
         if sys.platform != "linux" or number in (None, self._avoided):
             return
-        others = os.sched_getaffinity(0) - {number}
-        for thread in self._threads if others else ():
-            with contextlib.suppress(OSError):  # not allowed here
-                os.sched_setaffinity(thread, others)
         self._avoided = number
+        with contextlib.suppress(OSError):  # not allowed here
+            usable = os.sched_getaffinity(0)
+            others = usable - {number}
+            for worker, given in list(self._processors.items()) if others else ():
+                # A control group that shrinks takes processors from the caller, too.
+                if given is None or os.sched_getaffinity(worker) in (given, given & usable):
+                    os.sched_setaffinity(worker, others)
+                    self._processors[worker] = others
 
     def _serve(self) -> None:
         while True:

@@ -105,29 +105,60 @@ def test_all_participants_work_at_once():
     assert len(set(names)) == 3
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not say who runs where")
-def test_workers_keep_off_the_processor_of_their_caller(monkeypatch):
+def processors_of_workers(change=lambda: None):
+    """The processors of two workers, which then call `change`."""
+    meeting, found = threading.Barrier(3, timeout=60), {}
+
+    def work():
+        meeting.wait()
+        found[threading.get_ident()] = os.sched_getaffinity(0)
+        if threading.current_thread() is not threading.main_thread():
+            change()
+
+    run_together(work, 3)
+    return [where for ident, where in found.items() if ident != threading.get_ident()]
+
+
+@pytest.fixture
+def usable(monkeypatch):
+    """The processors of this process, whose workers are new."""
+    if sys.platform != "linux":
+        pytest.skip("workers keep off a processor on Linux only")
     usable = os.sched_getaffinity(0)
     if len(usable) == 1:
         pytest.skip("there is one processor")
     monkeypatch.setattr(threads, "_workers", threads._Workers())
+    yield usable
+    assert os.sched_getaffinity(0) == usable
 
-    def processors_of_workers():
-        meeting, found = threading.Barrier(3, timeout=60), {}
 
-        def work():
-            meeting.wait()
-            found[threading.get_ident()] = os.sched_getaffinity(0)
-
-        run_together(work, 3)
-        return {ident: where for ident, where in found.items() if ident != threading.get_ident()}.values()
-
+def test_workers_keep_off_the_processor_of_their_caller(usable, monkeypatch):
     for here in sorted(usable)[:2]:
         monkeypatch.setattr(threads, "_current_processor", lambda here=here: here)
-        assert [*processors_of_workers()] == [usable - {here}] * 2
+        assert processors_of_workers() == [usable - {here}] * 2
     monkeypatch.setattr(threads, "_current_processor", lambda: None)  # as where a system does not say
     assert len(processors_of_workers()) == 2
-    assert os.sched_getaffinity(0) == usable
+
+
+def test_workers_keep_the_processors_that_a_user_gives_them(usable, monkeypatch):
+    first, second = sorted(usable)[:2]
+    monkeypatch.setattr(threads, "_current_processor", lambda: first)
+    found = processors_of_workers(lambda: os.sched_setaffinity(0, usable))
+    assert found == [usable - {first}] * 2
+    monkeypatch.setattr(threads, "_current_processor", lambda: second)
+    assert processors_of_workers() == [usable] * 2
+
+
+@pytest.mark.usefixtures("usable")
+@pytest.mark.parametrize("name", ["sched_getaffinity", "sched_setaffinity"])
+def test_workers_work_where_processors_may_not_be_asked_for(name, monkeypatch):
+    def refuse(*given):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(threads, "_current_processor", lambda: 0)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(os, name, refuse)
+        run_together(threading.Barrier(3, timeout=60).wait, 3)
 
 
 def test_a_caller_does_not_wait_for_workers_that_have_not_begun():
