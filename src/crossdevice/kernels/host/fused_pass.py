@@ -630,7 +630,10 @@ class RepeatedPasses:
         place = words.buffer_info()[0]
         places = [place + start * WORD_BYTES for start in self._starts]
 
-        def work() -> None:
+        # Threads keep this alive while they work, also once a second interrupt has ended the wait for them.
+        alive = read, written, words, leftovers, prepared, weights, inputs, outputs
+
+        def work(_: object = alive) -> None:
             for own in places:
                 kernel(own, *bases, _scratch.place() if self._has_many_inputs else 0)
 
