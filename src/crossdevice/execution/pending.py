@@ -43,6 +43,9 @@ class Pending(abc.ABC):
 
         Returns:
             True or False.
+
+        Raises:
+            ContextError: as of `wait`.
         """
 
     @abc.abstractmethod
