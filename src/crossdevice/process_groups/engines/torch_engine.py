@@ -247,9 +247,10 @@ class TorchEngine:
         leave_behind_at_fork(self._gloo)
         others = [peer for peer in range(size) if peer != rank]
         self._mail = {peer: np.zeros(FAREWELL_BYTES, np.uint8) for peer in others}
-        self._deliveries = [
-            self._gloo.recv([from_numpy(memory)], peer, FAREWELL_TAG) for peer, memory in self._mail.items()
-        ]
+        self._deliveries: list[dist.Work] = []
+        for peer, memory in self._mail.items():
+            with contextlib.suppress(RuntimeError):  # of one that has left already: the first call says so
+                self._deliveries.append(self._gloo.recv([from_numpy(memory)], peer, FAREWELL_TAG))
 
     @property
     def store(self) -> dist.Store:

@@ -524,6 +524,34 @@ def test_ranks_with_ended_connections_are_told_from_the_others(store):
         list(pool.map(be, range(3)))
 
 
+def test_a_rank_that_leaves_at_once_does_not_keep_others_from_having_an_engine(store, monkeypatch):
+    connected, has_left = torch_engine.TorchEngine._connected, threading.Event()
+
+    def connected_late(engine, host, deadline):
+        gloo = connected(engine, host, deadline)
+        if engine.rank == 0:
+            assert has_left.wait(60.0)
+            end = time.monotonic() + 60.0
+            while torch_engine._refused(gloo, 1) is None:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        return gloo
+
+    def be(rank):
+        engine = torch_engine.TorchEngine(store, rank, 2, address="127.0.0.1", timeout_seconds=90.0)
+        if rank == 1:
+            torch_engine._hang_up(engine._gloo, [0])
+            has_left.set()
+        else:
+            assert engine.gone_ranks() == [1]
+            assert engine.farewells() == {}
+        engine.close()
+
+    monkeypatch.setattr(torch_engine.TorchEngine, "_connected", connected_late)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(be, range(2)))
+
+
 def test_a_rank_that_hangs_up_says_its_last_note_to_each_of_the_others_without_the_store(store):
     engines = joined(4, store)
     engines[1].farewell = "rank 3 is gone"
