@@ -128,7 +128,7 @@ class _ForwardPass(threading.local):
         new: dict[str, torch.Tensor] = {}
         for path, tensor in tensors.items():
             known = self.known.get(id(tensor))
-            if known is not None and known[0]() is tensor and known[1] == tensor._version:
+            if known is not None and known[1] == tensor._version and known[0]() is tensor:
                 found[path] = known[2]
             else:
                 new[path] = tensor
