@@ -256,7 +256,7 @@ def _digests(items: Sequence[_Item]) -> list[str]:
 
 
 class _Known(NamedTuple):
-    """What arrays of one signature have in common, that kernels read where they are."""
+    """Facts common to arrays of one signature, which kernels read where they are."""
 
     header: str
     num_bytes: int

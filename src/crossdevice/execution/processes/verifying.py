@@ -107,7 +107,7 @@ _SharedKey = tuple[Buffer, tuple[int, ...]]
 
 
 class LeafSums(NamedTuple):
-    """What transports add up of a leaf, in places that stay the same if they are used again.
+    """Sums that transports add up for a leaf, in places that stay the same if they are used again.
 
     Of its shards: results, and of integers that wrap all arrays; of shared memory: what is shown and seen.
     """

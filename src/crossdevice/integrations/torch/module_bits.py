@@ -109,7 +109,7 @@ class ModuleBits:
 
 
 class _ForwardPass(threading.local):
-    """What was read in the running forward pass of this thread; replicas run in threads."""
+    """Digests read in the running forward pass of this thread; replicas run in threads."""
 
     def __init__(self) -> None:
         self.digests: list[tuple[torch.nn.Module, Leaves]] = []

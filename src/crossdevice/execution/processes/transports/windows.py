@@ -128,7 +128,7 @@ class _Steps(NamedTuple):
 
 
 class _WatchedRound(NamedTuple):
-    """What a rank does in a round of a verified call."""
+    """Steps of a rank in a round of a verified call."""
 
     now: _Steps
     bring: Sequence[Callable[[], None]]
